@@ -1,0 +1,211 @@
+"""Which parameter takes which path: eligibility in order, class swap, detach, and the report.
+
+    pair     weight of a plain linear layer: its gradient is consumed from (dY, X)
+    dense    any other trainable parameter: ordinary `.grad`
+    frozen   not trained by this optimizer: untouched
+
+Attaching keeps every Parameter object and state_dict key. Attaching again, or for another optimizer, replaces the owner.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .config import refuse
+from .layers import receiver_of, restore_class_, stock_class, swap_class_
+from .tape import Tape, WeightSlot, live_slots, slot_of
+
+__all__ = ["PathEntry", "attach", "check_parameter", "detach", "release"]
+
+_DDP_IGNORE = "_ddp_params_and_buffers_to_ignore"
+
+
+@dataclass(frozen=True)
+class PathEntry:
+    """One line of the report.
+
+    Attributes:
+        name: Parameter name in the model.
+        shape: Its shape.
+        path: "pair", "dense" or "frozen".
+        reason: Why, in plain words.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    path: str
+    reason: str
+
+
+def check_parameter(name: str, parameter: Tensor) -> None:
+    """Refuse weights that cannot be trained here.
+
+    Raises:
+        ForgeRefusal: meta device, sparse, complex or unsupported dtype, not a leaf, sharded by FSDP, on XLA.
+    """
+    if type(parameter).__name__ in ("DTensor", "FlatParameter"):
+        raise refuse("fsdp")
+    if parameter.device.type == "xla":
+        raise refuse("xla")
+    if parameter.is_meta:
+        raise refuse("meta", param=name)
+    if parameter.layout is not torch.strided:
+        raise refuse("sparse", param=name, layout=parameter.layout)
+    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise refuse("dtype", param=name, dtype=parameter.dtype)
+    if not parameter.is_leaf:
+        raise refuse("not_leaf", param=name)
+
+
+def _owners(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
+    """id(parameter) -> every (name, module) that holds it."""
+    owners: dict[int, list[tuple[str, nn.Module]]] = defaultdict(list)
+    for prefix, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[id(parameter)].append((f"{prefix}.{key}" if prefix else key, module))
+    return owners
+
+
+def _why_not_pair(parameter: nn.Parameter, holders: list[tuple[str, nn.Module]]) -> str | None:
+    """Reason for the dense path, or None when the pair path is exact."""
+    for name, module in holders:
+        cls = stock_class(type(module))
+        if not issubclass(cls, nn.Linear):
+            if len(holders) > 1:
+                return f"shared with {cls.__name__} '{name}'"
+            return f"parameter of {cls.__name__}"
+        if not name.endswith("weight"):
+            return "bias"
+        if hasattr(module, "parametrizations"):
+            return "parametrized"
+        if cls.forward is not nn.Linear.forward or "forward" in module.__dict__:
+            return f"{cls.__name__} has a forward of its own"
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return "has gradient hooks"
+    return None
+
+
+def attach(model: nn.Module, parameters: Iterable[Tensor], tape: Tape) -> tuple[dict[int, WeightSlot], list[PathEntry]]:
+    """Swap the linear layers of `model` whose weights are among `parameters`.
+
+    Args:
+        model: The model that will be trained.
+        parameters: What the optimizer trains.
+        tape: The tape of that optimizer.
+
+    Returns:
+        Slots by id(parameter), and the report for every parameter of the model.
+
+    Raises:
+        ForgeRefusal: nothing to swap, or a wrapper that cannot be entered.
+    """
+    _refuse_wrappers(model)
+    trained = {id(parameter) for parameter in parameters}
+    owners = _owners(model)
+    slots: dict[int, WeightSlot] = {}
+    report: list[PathEntry] = []
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        if id(parameter) not in trained:
+            reason = "requires_grad is False" if not parameter.requires_grad else "not in the optimizer's groups"
+            report.append(PathEntry(name, shape, "frozen", reason))
+            continue
+        reason = _why_not_pair(parameter, owners[id(parameter)])
+        if reason is not None:
+            _release_slot(parameter, taken_over=True)
+            report.append(PathEntry(name, shape, "dense", reason))
+            continue
+        slots[id(parameter)] = _own(parameter, name, tape, [module for _, module in owners[id(parameter)]])
+        layers = len(owners[id(parameter)])
+        report.append(PathEntry(name, shape, "pair", "linear layer" if layers == 1 else f"{layers} linear layers"))
+    if not slots:
+        raise refuse("no_linear", reason=_why_nothing(report))
+    _hide_from_ddp(model, slots, report)
+    return slots, report
+
+
+def _own(parameter: nn.Parameter, name: str, tape: Tape, modules: list[nn.Module]) -> WeightSlot:
+    _release_slot(parameter, taken_over=True)
+    slot = WeightSlot(parameter, name, tape)
+    for module in modules:
+        swap_class_(module, slot)  # type: ignore[arg-type]
+    return slot
+
+
+def _release_slot(parameter: Tensor, taken_over: bool) -> None:
+    slot = slot_of(parameter)
+    if slot is not None:
+        slot.revoke(taken_over)
+
+
+def _why_nothing(report: list[PathEntry]) -> str:
+    trained = [entry for entry in report if entry.path == "dense"]
+    if not trained:
+        return "every parameter is frozen or left out of the optimizer's groups"
+    return f"{len(trained)} trained parameters, none of them the weight of a plain nn.Linear"
+
+
+def _refuse_wrappers(model: nn.Module) -> None:
+    if isinstance(model, nn.DataParallel):
+        raise refuse("data_parallel")
+    names = {type(module).__name__ for module in model.modules()}
+    if "FullyShardedDataParallel" in names or any(name.startswith("FSDP") for name in names):
+        raise refuse("fsdp")
+    if "DeepSpeedEngine" in names:
+        raise refuse("deepspeed")
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise refuse("ddp", world_size=distributed.get_world_size())
+
+
+def _hide_from_ddp(model: nn.Module, slots: dict[int, WeightSlot], report: list[PathEntry]) -> None:
+    """Keep DistributedDataParallel's reducer from waiting for gradients that never come, and from buffers for them.
+
+    DDP reads the list when it wraps the model. It wants at least one parameter of its own, so the smallest weight of a
+    model without dense parameters moves to the dense path.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    if not any(entry.path == "dense" for entry in report):
+        smallest = min(slots.values(), key=lambda slot: slot.parameter.numel())
+        if len(slots) == 1:
+            raise refuse("no_linear", reason="the only trained weight is left to DistributedDataParallel")
+        index = next(i for i, entry in enumerate(report) if entry.name == smallest.name)
+        report[index] = PathEntry(
+            smallest.name, report[index].shape, "dense", "left to DistributedDataParallel, which needs a parameter"
+        )
+        del slots[id(smallest.parameter)]
+        smallest.revoke(taken_over=False)
+    hidden = [name for owned in _owners(model).values() for name, module in owned if _is_owned(name, module, slots)]
+    model.__dict__[_DDP_IGNORE] = hidden
+
+
+def _is_owned(name: str, module: nn.Module, slots: dict[int, WeightSlot]) -> bool:
+    return name.endswith("weight") and id(module._parameters.get("weight")) in slots
+
+
+def release(parameters: Iterable[Tensor], taken_over: bool = True) -> None:
+    """Take weights away from the forge_hf optimizer that owns them: their gradients go to `.grad` again.
+
+    Args:
+        parameters: Any parameters; those without an owner are skipped.
+        taken_over: Another optimizer will train them, so the old one must refuse to step.
+    """
+    for slot in live_slots(list(parameters)):
+        slot.revoke(taken_over)
+
+
+def detach(model: nn.Module) -> None:
+    """Restore the stock layers of `model`; its optimizer, if still used, then works on ordinary gradients."""
+    for module in model.modules():
+        receiver = receiver_of(module)
+        if isinstance(receiver, WeightSlot):
+            receiver.revoke(taken_over=False)
+        restore_class_(module)
+    model.__dict__.pop(_DDP_IGNORE, None)

@@ -1,0 +1,103 @@
+"""Loading of optimizer checkpoints: everything is checked before anything is changed.
+
+torch's `load_state_dict` casts state to the weight's dtype, which ruins fp32 moments of bf16 weights; this one keeps the
+dtype, and converts only when the option `state` asks for another format than the checkpoint holds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .config import ForgeRefusal, refuse
+from .state import format_for
+
+if TYPE_CHECKING:
+    from .optim import ForgeOptimizer
+
+__all__ = ["load_"]
+
+
+def load_(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> None:
+    """Load `state_dict` into `optimizer`; see `ForgeOptimizer.load_state_dict`.
+
+    Raises:
+        ForgeRefusal: the checkpoint does not fit.
+        ForgeConfigError: one of its settings is not supported.
+    """
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = hook(optimizer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    groups = _new_groups(optimizer, state_dict)
+    state = _new_state(optimizer, state_dict, groups)
+    optimizer.__setstate__({"state": state, "param_groups": groups})
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def _new_groups(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        raise refuse("state_file", problem="it is not an optimizer's state_dict")
+    ours, theirs = optimizer.param_groups, state_dict["param_groups"]
+    sizes = [[len(group["params"]) for group in groups] for groups in (ours, theirs)]
+    if sizes[0] != sizes[1]:
+        raise refuse("state_file", problem=f"its groups hold {sizes[1]} parameters, the model's {sizes[0]}")
+    groups = []
+    for group, saved in zip(ours, theirs, strict=True):
+        kept = {key: group[key] for key in ("params", "param_names") if key in group}
+        missing = [key for key in optimizer.rule.defaults if key not in saved]
+        if missing:
+            raise refuse("state_file", problem=f"its groups lack {', '.join(missing)}")
+        merged = {**optimizer.rule.fixed, **deepcopy({k: v for k, v in saved.items() if k not in kept}), **kept}
+        optimizer.rule.validate(merged)
+        groups.append(merged)
+    return groups
+
+
+def _new_state(
+    optimizer: ForgeOptimizer, state_dict: dict[str, Any], groups: list[dict[str, Any]]
+) -> defaultdict[Any, Any]:
+    saved_ids = [key for group in state_dict["param_groups"] for key in group["params"]]
+    places = [(group, parameter) for group in groups for parameter in group["params"]]
+    saved_state = dict(state_dict["state"])
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    for index, (key, (group, parameter)) in enumerate(zip(saved_ids, places, strict=True)):
+        if key in saved_state:
+            state[parameter] = _parameter_state(optimizer, group, parameter, index, saved_state.pop(key))
+    if saved_state:
+        raise refuse("state_file", problem=f"it holds state for unknown parameters {sorted(map(str, saved_state))[:3]}")
+    return state
+
+
+def _parameter_state(
+    optimizer: ForgeOptimizer, group: dict[str, Any], parameter: Tensor, index: int, saved: dict[str, Any]
+) -> dict[str, Any]:
+    """State of one parameter from its saved form."""
+    names = optimizer.rule.moment_names(group)
+    # torch's SGD stores no step, and a None buffer before the first update.
+    saved = {key: value for key, value in saved.items() if value is not None}
+    if not saved:
+        return {}
+    if set(saved) - {"step"} != set(names):
+        raise refuse("state_keys", index=index, found=sorted(saved), rule=optimizer.rule.name, expected=sorted({"step", *names}))
+    result: dict[str, Any] = {"step": _step_counter(saved.get("step", 1.0), index)}
+    moment_format = format_for(optimizer.config.state, parameter)
+    for name in names:
+        moment = saved[name]
+        if not isinstance(moment, Tensor) or moment.shape != parameter.shape:
+            found = tuple(moment.shape) if isinstance(moment, Tensor) else type(moment).__name__
+            raise refuse("state_shape", key=name, index=index, found=found, expected=tuple(parameter.shape))
+        result[name] = moment_format.convert(moment, parameter).clone(memory_format=torch.preserve_format)
+    return result
+
+
+def _step_counter(step: Any, index: int) -> Tensor:
+    try:
+        return torch.tensor(float(step), dtype=torch.float32)
+    except (TypeError, ValueError) as error:
+        problem = f"step of parameter {index} is {step!r}"
+        raise ForgeRefusal(refuse("state_file", problem=problem).args[0]) from error

@@ -1,0 +1,190 @@
+"""Linear layers that hand their weight gradient's factors to a receiver instead of building it.
+
+    forward    Y = X W^T + b                        as nn.Linear
+    backward   dX = dY W  (first, from the old W);  receiver.receive(dY, X);  db = sum_t dY;  no dW
+
+The layer keeps its Parameter, its state_dict keys and its stock class name in pickles; only `forward` differs. It knows
+no optimizer: a `Receiver` decides what becomes of the pair. Whenever the pair path would not be exact (gradient hooks on
+the weight, functional calls, tracing, `torch.autograd.grad` for the weight) the layer behaves as nn.Linear does.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import refuse
+
+__all__ = ["ForgeLinear", "Receiver", "in_backward", "receiver_of", "restore_class_", "stock_class", "swap_class_"]
+
+_RECEIVER = "_forge_receiver"
+
+
+class Receiver(Protocol):
+    """What a layer needs from whoever consumes its gradient."""
+
+    parameter: nn.Parameter
+
+    def active(self) -> bool:
+        """Whether pairs are still wanted."""
+
+    def expect(self) -> None:
+        """A use of the weight was seen whose backward may follow."""
+
+    def open_backward(self) -> None:
+        """Called in backward before the weight is read.
+
+        Raises:
+            ForgeRefusal: the weight was already updated in this step.
+        """
+
+    def receive(self, dy_TN: Tensor, x_TK: Tensor) -> None:
+        """Take the pair; the weight may be updated now."""
+
+    def receive_elsewhere(self) -> None:
+        """An expected use gave its gradient to autograd instead."""
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside autograd's backward, as a checkpoint's recomputation does."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def _weight_gradient_goes_to(ctx: Any) -> str:
+    """Who wants dW in this backward: "grad" (plain backward), "nobody", or "caller" (`torch.autograd.grad`)."""
+    accumulator = ctx.next_functions[1][0]
+    if accumulator is None:
+        return "nobody"
+    try:
+        return "grad" if torch._C._will_engine_execute_node(accumulator) else "nobody"
+    except RuntimeError:  # torch refuses to say for a leaf whose gradient autograd.grad() captures
+        return "caller"
+
+
+class _ForgeLinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, receiver: Receiver) -> Tensor:
+        ctx.receiver = receiver
+        ctx.compute_dtype = _autocast_dtype(x)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.x_dtype = x.dtype
+        if ctx.compute_dtype is not None:
+            # Cast here, past autocast's weight cache: a cached copy made without grad would cut off other users of W.
+            x = x.to(ctx.compute_dtype)
+            bias = None if bias is None else bias.to(ctx.compute_dtype)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight if ctx.compute_dtype is None else weight.to(ctx.compute_dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        receiver: Receiver = ctx.receiver
+        receiver.open_backward()
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled() and ctx.compute_dtype is not None:
+            raise refuse("double_backward")
+        dy_TN = dy.reshape(-1, weight.shape[0])
+        dx = db = None
+        if ctx.needs_input_grad[0]:
+            compute_weight = weight if ctx.compute_dtype is None else weight.to(ctx.compute_dtype)
+            dx = (dy_TN @ compute_weight).reshape(x.shape).to(ctx.x_dtype)
+        if ctx.needs_input_grad[2]:
+            db = dy_TN.sum(0, dtype=torch.float32 if dy.dtype != torch.float64 else None).to(ctx.bias_dtype)
+        return dx, _hand_over(ctx, receiver, dy_TN, x.reshape(-1, weight.shape[1]), weight), db, None
+
+
+def _hand_over(ctx: Any, receiver: Receiver, dy_TN: Tensor, x_TK: Tensor, weight: Tensor) -> Tensor | None:
+    """Give the pair to the receiver, or return dW where autograd itself must have it."""
+    wanted_by = _weight_gradient_goes_to(ctx)
+    if wanted_by == "nobody":
+        return None
+    if wanted_by == "caller" or torch.is_grad_enabled() or not receiver.active():
+        if wanted_by == "grad":
+            receiver.receive_elsewhere()
+        return (dy_TN.t() @ x_TK).to(weight.dtype)
+    receiver.receive(dy_TN, x_TK)
+    return None
+
+
+class ForgeLinear(nn.Linear):
+    """nn.Linear whose weight gradient goes to a receiver as the pair (dY, X).
+
+    Made by `swap_class_` from an existing layer; not meant to be constructed.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Y = X W^T + b for x of shape (..., K); returns (..., N)."""
+        receiver = self.__dict__.get(_RECEIVER)
+        weight = self.weight
+        if receiver is None or x.layout is not torch.strided or not _pair_path_is_exact(receiver, weight):
+            return super().forward(x)
+        if not torch.is_grad_enabled():
+            # Reentrant checkpointing runs the forward without grad and comes back in backward.
+            if self.training and not in_backward():
+                receiver.expect()
+            return super().forward(x)
+        if not in_backward():
+            receiver.expect()
+        return _ForgeLinearFunction.apply(x, weight, self.bias, receiver)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and deep-copy as the stock layer: a copy belongs to no optimizer and needs no forge_hf to load."""
+        state = {key: value for key, value in self.__dict__.items() if key != _RECEIVER}
+        # pickle refuses __newobj__ for a class other than the object's own.
+        return (copyreg._reconstructor, (stock_class(type(self)), object, None), state)  # type: ignore[attr-defined]
+
+
+def _pair_path_is_exact(receiver: Receiver, weight: Tensor) -> bool:
+    return (
+        weight is receiver.parameter
+        and weight.requires_grad
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+        and receiver.active()
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+_SWAPPED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: ForgeLinear}
+
+
+def stock_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that a swapped class stands for."""
+    for stock, swapped in _SWAPPED.items():
+        if swapped is cls:
+            return stock
+    return cls
+
+
+def swap_class_(module: nn.Linear, receiver: Receiver) -> None:
+    """Make `module` hand its pairs to `receiver`; a second call replaces the receiver."""
+    cls = stock_class(type(module))
+    if cls not in _SWAPPED:
+        _SWAPPED[cls] = type(cls.__name__, (ForgeLinear, cls), {"__module__": __name__, "__doc__": cls.__doc__})
+    module.__class__ = _SWAPPED[cls]
+    module.__dict__[_RECEIVER] = receiver
+
+
+def restore_class_(module: nn.Module) -> None:
+    """Undo `swap_class_`; does nothing to other modules."""
+    module.__dict__.pop(_RECEIVER, None)
+    cls = stock_class(type(module))
+    if cls is not type(module):
+        module.__class__ = cls
+
+
+def receiver_of(module: nn.Module) -> Receiver | None:
+    """The receiver of a swapped layer, or None."""
+    return module.__dict__.get(_RECEIVER)

@@ -1,0 +1,274 @@
+"""The backend operations in plain torch: the oracle of the tests, and the path on CPU and on cards without Triton.
+
+    wgrad_update_   W, moments <- rule(W, moments, c * sum_s dY_s^T X_s)     rows of W at a time
+    dense_update_   W, moments <- rule(W, moments, c * G)
+    wgrad_norm_sq   || sum_s dY_s^T X_s ||_F^2
+
+Legend: T tokens, N out features, K in features; dy_TN is (T, N), x_TK is (T, K), w_NK is (N, K). Everything is computed
+in fp32 whatever the storage. Work goes in chunks of rows, so that no N x K gradient exists at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .scalars import StepScalars
+
+__all__ = ["accumulate_dense_", "dense_update_", "random_bits", "round_stochastic", "wgrad_norm_sq", "wgrad_update_"]
+
+#: Elements of W that are updated at a time; a few fp32 temporaries of this size are alive.
+CHUNK_ELEMENTS = 1 << 20
+
+_MASK32 = 0xFFFFFFFF
+
+Segment = tuple[Tensor, Tensor]
+
+
+def random_bits(count: int, rng_key: int, stream: int, start_index: int = 0, device: torch.device | str = "cpu") -> Tensor:
+    """Hash (key, stream, element index) to 32 bits, the same ones as the kernels draw.
+
+    Args:
+        count: Number of consecutive elements.
+        rng_key: Key of this update, in [0, 2**32).
+        stream: 0 for the weight, 1 and 2 for the moments.
+        start_index: Flat index of the first element.
+        device: Where to compute.
+
+    Returns:
+        int64 tensor of shape (count,), values in [0, 2**32).
+    """
+    index = torch.arange(start_index, start_index + count, dtype=torch.int64, device=device)
+    bits = (index & _MASK32) * 0x9E3779B1 + (index >> 32) * 0x85EBCA77 + (rng_key + stream * 0xC2B2AE3D)
+    bits &= _MASK32
+    bits ^= bits >> 16
+    bits = (bits * 0x7FEB352D) & _MASK32
+    bits ^= bits >> 15
+    bits = (bits * 0x846CA68B) & _MASK32
+    return bits ^ (bits >> 16)
+
+
+def round_stochastic(values: Tensor, dtype: torch.dtype, rng_key: int, stream: int, start_index: int = 0) -> Tensor:
+    """Round fp32 `values` to bf16 or fp16 up or down at random, so that the expectation is the value itself.
+
+    Args:
+        values: fp32 tensor; its elements are numbered row by row from `start_index`.
+        dtype: torch.bfloat16 or torch.float16.
+        rng_key: See `random_bits`.
+        stream: See `random_bits`.
+        start_index: Flat index of the first element.
+
+    Returns:
+        Tensor of `dtype`. Non-finite values pass through.
+    """
+    flat = values.reshape(-1)
+    noise = random_bits(flat.numel(), rng_key, stream, start_index, flat.device)
+    drop = 16 if dtype == torch.bfloat16 else 13
+    noise = (noise & ((1 << drop) - 1)).to(torch.int32)
+    bits = (flat.view(torch.int32) + noise) & -(1 << drop)
+    rounded = bits.view(torch.float32)
+    if dtype == torch.float16:
+        # fp16's spacing is constant (2**-24) below its smallest normal number.
+        tiny = torch.floor(flat * 2.0**24 + noise.to(torch.float32) / 8192.0) * 2.0**-24
+        rounded = torch.where(flat.abs() < 2.0**-14, tiny, rounded)
+    rounded = torch.where(torch.isfinite(flat), rounded, flat)
+    return rounded.to(dtype).reshape(values.shape)
+
+
+def _adamw(w: Tensor, g: Tensor, moments: Sequence[Tensor], s: StepScalars) -> None:
+    m, v = moments
+    m.mul_(s.beta1).add_(g, alpha=1.0 - s.beta1)
+    v.mul_(s.beta2).addcmul_(g, g, value=1.0 - s.beta2)
+    denominator = v.sqrt().div_(s.bias_correction2_sqrt).add_(s.eps)
+    w.mul_(1.0 - s.lr * s.weight_decay).addcdiv_(m, denominator, value=-s.lr / s.bias_correction1)
+
+
+def _lion(w: Tensor, g: Tensor, moments: Sequence[Tensor], s: StepScalars) -> None:
+    (m,) = moments
+    direction = (m * s.beta1).add_(g, alpha=1.0 - s.beta1).sign_()
+    m.mul_(s.beta2).add_(g, alpha=1.0 - s.beta2)
+    w.mul_(1.0 - s.lr * s.weight_decay).sub_(direction, alpha=s.lr)
+
+
+def _sgd(w: Tensor, g: Tensor, moments: Sequence[Tensor], s: StepScalars) -> None:
+    g = g.add(w, alpha=s.weight_decay)
+    if moments:
+        (buffer,) = moments
+        buffer.mul_(s.momentum).add_(g)
+        g = g.add(buffer, alpha=s.momentum) if s.nesterov else buffer
+    w.sub_(g, alpha=s.lr)
+
+
+_ARITHMETIC: dict[str, Callable[[Tensor, Tensor, Sequence[Tensor], StepScalars], None]] = {
+    "adamw": _adamw,
+    "lion": _lion,
+    "sgd": _sgd,
+}
+
+
+def _store_(target: Tensor, values: Tensor, rng_key: int | None, stream: int, start_index: int) -> None:
+    if target.data_ptr() == values.data_ptr():
+        return
+    if rng_key is not None and target.dtype in (torch.bfloat16, torch.float16):
+        values = round_stochastic(values, target.dtype, rng_key, stream, start_index)
+    target.copy_(values)
+
+
+def _update_rows_(
+    weight: Tensor,
+    grad: Tensor,
+    moments: Sequence[Tensor],
+    rule: str,
+    scalars: StepScalars,
+    rng_key: int | None,
+    start_index: int,
+) -> None:
+    """Update one chunk; `Tensor.float` copies 16-bit storage and aliases fp32 storage, which is then updated in place."""
+    w = weight.float()
+    new_moments = [moment.float() for moment in moments]
+    _ARITHMETIC[rule](w, grad, new_moments, scalars)
+    for stream, (target, values) in enumerate(zip((weight, *moments), (w, *new_moments), strict=True)):
+        _store_(target, values, rng_key, stream, start_index)
+
+
+def _row_chunks(shape: torch.Size) -> list[slice]:
+    rows, columns = shape[0], max(1, shape[1:].numel())
+    step = max(1, CHUNK_ELEMENTS // columns)
+    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def _gradient_rows(segments: Sequence[Segment], rows: slice, columns: int) -> Tensor:
+    """Rows of G in fp32: (sum_s dY_s^T X_s)[rows], shape (rows, K)."""
+    total: Tensor | None = None
+    for dy_TN, x_TK in segments:
+        part = dy_TN[:, rows].float().t() @ x_TK
+        total = part if total is None else total.add_(part)
+    if total is None:
+        raise ValueError("a gradient needs at least one segment")
+    assert total.shape[1] == columns
+    return total
+
+
+@torch.no_grad()
+def wgrad_update_(
+    weight: Tensor,
+    segments: Sequence[Segment],
+    moments: Sequence[Tensor],
+    rule: str,
+    scalars: StepScalars,
+    *,
+    coefficient: Tensor | None = None,
+    rng_key: int | None = None,
+    want_norm_sq: bool = False,
+) -> Tensor | None:
+    """Update a weight from its gradient's factors: W, moments <- rule(W, moments, c * sum_s dY_s^T X_s).
+
+    Args:
+        weight: (N, K), fp32, bf16 or fp16, updated in place.
+        segments: Pairs (dy_TN, x_TK) of one floating dtype each; T may differ between pairs and may be 0.
+        moments: Tensors of weight's shape, fp32 or bf16, in the order of `Rule.moment_names`, updated in place.
+        rule: "adamw", "lion" or "sgd".
+        scalars: Numbers of this update.
+        coefficient: 0-d fp32 tensor that multiplies the gradient, or None for 1.
+        rng_key: Key of stochastic rounding of 16-bit storage, or None to round to nearest.
+        want_norm_sq: Also return the squared Frobenius norm of the gradient, before the coefficient.
+
+    Returns:
+        0-d fp32 tensor, or None.
+    """
+    columns = weight.shape[1]
+    inputs = [(dy_TN, x_TK.float()) for dy_TN, x_TK in segments]
+    norm_sq = torch.zeros((), dtype=torch.float32, device=weight.device) if want_norm_sq else None
+    for rows in _row_chunks(weight.shape):
+        grad = _gradient_rows(inputs, rows, columns)
+        if norm_sq is not None:
+            norm_sq += grad.square().sum()
+        if coefficient is not None:
+            grad.mul_(coefficient)
+        chunk = [moment[rows] for moment in moments]
+        _update_rows_(weight[rows], grad, chunk, rule, scalars, rng_key, rows.start * columns)
+    return norm_sq
+
+
+@torch.no_grad()
+def dense_update_(
+    weight: Tensor,
+    grad: Tensor,
+    moments: Sequence[Tensor],
+    rule: str,
+    scalars: StepScalars,
+    *,
+    coefficient: Tensor | None = None,
+    rng_key: int | None = None,
+) -> None:
+    """Update a parameter of any shape from its gradient; arguments as in `wgrad_update_`, `grad` has weight's shape."""
+    if weight.dim() == 0:
+        weight, grad, moments = weight.view(1), grad.view(1), [moment.view(1) for moment in moments]
+    columns = weight.shape[1:].numel()
+    for rows in _row_chunks(weight.shape):
+        part = grad[rows].float()
+        if coefficient is not None:
+            part = part * coefficient
+        chunk = [moment[rows] for moment in moments]
+        _update_rows_(weight[rows], part, chunk, rule, scalars, rng_key, rows.start * columns)
+
+
+@torch.no_grad()
+def wgrad_norm_sq(segments: Sequence[Segment]) -> Tensor:
+    """|| sum_s dY_s^T X_s ||_F^2 without the matrix, by whichever of two ways costs fewer operations.
+
+    GEMM and reduce: 2 T N K. Gram: sum of (X X^T) o (dY dY^T), T^2 (N + K) when symmetry is used.
+
+    Args:
+        segments: As in `wgrad_update_`, at least one.
+
+    Returns:
+        0-d fp32 tensor on the segments' device, never negative.
+    """
+    out_features, in_features = segments[0][0].shape[1], segments[0][1].shape[1]
+    tokens = sum(dy_TN.shape[0] for dy_TN, _ in segments)
+    if tokens * (out_features + in_features) < 2 * out_features * in_features:
+        return _norm_sq_gram(segments)
+    shape = torch.Size((out_features, in_features))
+    inputs = [(dy_TN, x_TK.float()) for dy_TN, x_TK in segments]
+    total = torch.zeros((), dtype=torch.float32, device=segments[0][0].device)
+    for rows in _row_chunks(shape):
+        total += _gradient_rows(inputs, rows, in_features).square_().sum()
+    return total
+
+
+def _norm_sq_gram(segments: Sequence[Segment]) -> Tensor:
+    factors = [(dy_TN.float(), x_TK.float()) for dy_TN, x_TK in segments]
+    total = torch.zeros((), dtype=torch.float32, device=segments[0][0].device)
+    for index, (dy_TN, x_TK) in enumerate(factors):
+        for other, (dy_SN, x_SK) in enumerate(factors[: index + 1]):
+            product = (dy_TN @ dy_SN.t()).mul_(x_TK @ x_SK.t()).sum()
+            total += product if other == index else 2.0 * product
+    return total.clamp_(min=0.0)
+
+
+@torch.no_grad()
+def accumulate_dense_(buffer: Tensor, dy_TN: Tensor, x_TK: Tensor) -> None:
+    """buffer += dY^T X with fp32 accumulation and temporaries far smaller than the buffer.
+
+    Args:
+        buffer: (N, K) in the dtype that autograd would have given the gradient.
+        dy_TN: (T, N).
+        x_TK: (T, K), same dtype as `dy_TN`.
+    """
+    if dy_TN.dtype == buffer.dtype:
+        buffer.addmm_(dy_TN.t(), x_TK)
+        return
+    for rows in _row_chunks(buffer.shape):
+        dy_rows = dy_TN[:, rows]
+        if buffer.is_cuda and _HAS_OUT_DTYPE:
+            part = torch.mm(dy_rows.t(), x_TK, out_dtype=torch.float32)
+        else:
+            part = dy_rows.t().float() @ x_TK.float()
+        buffer[rows] += part
+
+
+# torch.mm(..., out_dtype=) keeps cuBLAS' fp32 accumulator; it came with torch 2.8.
+_HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)

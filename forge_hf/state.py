@@ -1,0 +1,66 @@
+"""Storage of the moments: plain tensors in, plain tensors out.
+
+A format says in which dtype a moment lives and how a tensor of another format becomes one. The update kernels read and
+write the stored form; the rest of the code only allocates, converts and counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["FORMATS", "MomentFormat", "format_for", "rounding_key", "state_bytes"]
+
+
+@dataclass(frozen=True)
+class MomentFormat:
+    """One way to store a moment.
+
+    Attributes:
+        name: Value of the option `state`.
+        dtype: dtype of the stored tensor.
+    """
+
+    name: str
+    dtype: torch.dtype
+
+    def allocate(self, weight: Tensor) -> Tensor:
+        """Zero moment for `weight`: its shape, device and memory layout."""
+        return torch.zeros_like(weight, dtype=self.dtype, memory_format=torch.preserve_format)
+
+    def convert(self, moment: Tensor, weight: Tensor) -> Tensor:
+        """`moment` in this format on `weight`'s device; the same tensor when it already is."""
+        return moment.to(device=weight.device, dtype=self.dtype)
+
+
+FORMATS: dict[str, MomentFormat] = {
+    "fp32": MomentFormat("fp32", torch.float32),
+    "bf16": MomentFormat("bf16", torch.bfloat16),
+}
+
+
+def format_for(option: str, weight: Tensor) -> MomentFormat:
+    """Format of `weight`'s moments: the `state` option, where "auto" is fp32 for fp32 weights and bf16 for 16-bit ones."""
+    if option == "auto":
+        option = "fp32" if weight.dtype == torch.float32 else "bf16"
+    return FORMATS[option]
+
+
+def rounding_key(seed: int, step: int, index: int) -> int:
+    """Mix (seed, step, parameter index) into the 32-bit key of one update, so that a resumed run rounds alike."""
+    key = (seed ^ 0x9E3779B9) & 0xFFFFFFFF
+    for value in (step, index):
+        key = (key ^ (value & 0xFFFFFFFF)) * 0x85EBCA6B & 0xFFFFFFFF
+        key = (key ^ key >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+        key ^= key >> 16
+    return key
+
+
+def state_bytes(states: object) -> int:
+    """Bytes of all tensors in an optimizer's `state` mapping."""
+    total = 0
+    for state in states.values():  # type: ignore[attr-defined]
+        total += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+    return total
