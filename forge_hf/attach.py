@@ -80,12 +80,14 @@ def _why_not_pair(parameter: nn.Parameter, holders: list[tuple[str, nn.Module]])
             if len(holders) > 1:
                 return f"shared with {cls.__name__} '{name}'"
             return f"parameter of {cls.__name__}"
-        if not name.endswith("weight"):
+        if name.rpartition(".")[2] != "weight":
             return "bias"
         if hasattr(module, "parametrizations"):
             return "parametrized"
         if cls.forward is not nn.Linear.forward or "forward" in module.__dict__:
             return f"{cls.__name__} has a forward of its own"
+    if parameter.numel() == 0:
+        return "empty"
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return "has gradient hooks"
     return None
@@ -131,8 +133,10 @@ def attach(model: nn.Module, parameters: Iterable[Tensor], tape: Tape) -> tuple[
 
 
 def _own(parameter: nn.Parameter, name: str, tape: Tape, modules: list[nn.Module]) -> WeightSlot:
-    _release_slot(parameter, taken_over=True)
-    slot = WeightSlot(parameter, name, tape)
+    slot = slot_of(parameter)
+    if slot is None or slot.tape is not tape:
+        _release_slot(parameter, taken_over=True)
+        slot = WeightSlot(parameter, name, tape)
     for module in modules:
         swap_class_(module, slot)  # type: ignore[arg-type]
     return slot

@@ -17,7 +17,7 @@ from .config import ForgeRefusal, refuse
 from .state import format_for
 
 if TYPE_CHECKING:
-    from .optim import ForgeOptimizer
+    from .optimizer import ForgeOptimizer
 
 __all__ = ["load_"]
 

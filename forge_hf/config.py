@@ -127,8 +127,13 @@ REFUSALS: dict[str, str] = {
         "step() was called again without a new backward(); torch would apply the same gradients again, but they no longer "
         "exist ('{param}'). Fix: call zero_grad(), forward and backward between two steps."
     ),
+    "update_discarded": (
+        "zero_grad() was to drop gradients that update='backward' had already applied to {updated} of {total} weights, "
+        "without step(), so the model is half a step ahead of itself. Fix: call step() before zero_grad(), or use "
+        "update='step'; to go on with this model call optimizer.accept_partial_step()."
+    ),
     "partial_gradient": (
-        "The last backward() was interrupted by an exception, and its incomplete gradients were dropped. "
+        "The last backward() or step() was interrupted by an exception, and its gradients were dropped. "
         "Fix: call optimizer.zero_grad() (or model.zero_grad()) after catching it, then run forward and backward again."
     ),
     "pair_modified": (

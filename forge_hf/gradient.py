@@ -42,6 +42,12 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.untyped_storage().nbytes() > 1.25 * tensor.nbytes else tensor
 
 
+def _compact_bytes(tensor: Tensor) -> int:
+    """Bytes that holding `_compact(tensor)` costs; an expanded tensor costs less than its elements."""
+    storage_bytes = tensor.untyped_storage().nbytes()
+    return tensor.nbytes if storage_bytes > 1.25 * tensor.nbytes else storage_bytes
+
+
 class FactoredGradient:
     """Gradient of one weight: coefficient * (sum over segments of dY^T X + buffer).
 
@@ -101,8 +107,8 @@ class FactoredGradient:
             accumulate_dense_(self.buffer, dy_TN, x_TK)
             return
         if bounded:
-            new_bytes = sum(segment.dy_TN.nbytes + segment.x_TK.nbytes for segment in self.segments)
-            if new_bytes + dy_TN.nbytes + x_TK.nbytes > self.dense_bytes:
+            held = [tensor for segment in self.segments for tensor in segment[:2]]
+            if sum(map(_compact_bytes, [*held, dy_TN, x_TK])) > self.dense_bytes:
                 accumulate_dense_(self._densify(), dy_TN, x_TK)
                 return
             dy_TN, x_TK = _compact(dy_TN), _compact(x_TK)
@@ -140,7 +146,12 @@ class FactoredGradient:
         return [(segment.dy_TN, segment.x_TK) for segment in self.segments]
 
     def norm_sq(self) -> Tensor:
-        """||coefficient * G||_F^2 as a 0-d fp32 tensor; computed once, until something is added."""
+        """||coefficient * G||_F^2 as a 0-d fp32 tensor."""
+        norm_sq = self.unscaled_norm_sq()
+        return norm_sq if self.coefficient is None else norm_sq * self.coefficient.square()
+
+    def unscaled_norm_sq(self) -> Tensor:
+        """||G||_F^2 before the coefficient; computed once, until something is added."""
         if self._norm_sq is None:
             if self.buffer is not None:
                 self._norm_sq = torch.linalg.vector_norm(self.buffer, dtype=torch.float32).square()
@@ -148,7 +159,7 @@ class FactoredGradient:
                 self._norm_sq = backend_for(self._weight).wgrad_norm_sq(self.pairs())
             else:
                 self._norm_sq = torch.zeros((), dtype=torch.float32, device=self.device)
-        return self._norm_sq if self.coefficient is None else self._norm_sq * self.coefficient.square()
+        return self._norm_sq
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The gradient as a new tensor (N, K), in the weight's dtype or `dtype`; the pairs stay."""

@@ -64,13 +64,13 @@ def clip_slots_and_grads_(
         return total_norm
     if applied and not all(slot.tape.lagged for slot in applied):
         raise refuse("clip_in_backward", max_norm=max_norm)
-    coefficient = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-    for tape in {id(slot.tape): slot.tape for slot in slots}.values():
-        if tape.lagged:
-            coefficient = tape.exchange_lagged(coefficient)
+    exact = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+    lagged = {id(slot.tape): slot.tape for slot in slots if slot.tape.lagged}
+    used = {key: tape.exchange_lagged(exact) for key, tape in lagged.items()}
     for slot in slots:
         if slot.gradient is not None:
-            slot.gradient.scale_(coefficient)
+            slot.gradient.scale_(used.get(id(slot.tape), exact))
+    coefficient = next(iter(used.values()), exact)
     for grad in grads:
         grad.mul_(coefficient.to(device=grad.device))
     return total_norm
@@ -130,10 +130,8 @@ def _wrap_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         original(self, set_to_none)
         slots = live_slots(self.parameters())
-        for slot in slots:
-            slot.discard()
         for tape in {id(slot.tape): slot.tape for slot in slots}.values():
-            tape.partial = False
+            tape.zero_grad([slot for slot in slots if slot.tape is tape], set_to_none)
 
     return zero_grad
 

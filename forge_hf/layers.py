@@ -108,7 +108,7 @@ def _hand_over(ctx: Any, receiver: Receiver, dy_TN: Tensor, x_TK: Tensor, weight
     wanted_by = _weight_gradient_goes_to(ctx)
     if wanted_by == "nobody":
         return None
-    if wanted_by == "caller" or torch.is_grad_enabled() or not receiver.active():
+    if wanted_by == "caller" or torch.is_grad_enabled() or not (receiver.active() and _is_plain(receiver.parameter)):
         if wanted_by == "grad":
             receiver.receive_elsewhere()
         return (dy_TN.t() @ x_TK).to(weight.dtype)
@@ -144,12 +144,15 @@ class ForgeLinear(nn.Linear):
         return (copyreg._reconstructor, (stock_class(type(self)), object, None), state)  # type: ignore[attr-defined]
 
 
+def _is_plain(weight: Tensor) -> bool:
+    """Whether nothing but the optimizer looks at the gradient; hooks may also come between forward and backward."""
+    return weight.requires_grad and not weight._backward_hooks and not weight._post_accumulate_grad_hooks
+
+
 def _pair_path_is_exact(receiver: Receiver, weight: Tensor) -> bool:
     return (
         weight is receiver.parameter
-        and weight.requires_grad
-        and not weight._backward_hooks
-        and not weight._post_accumulate_grad_hooks
+        and _is_plain(weight)
         and receiver.active()
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()

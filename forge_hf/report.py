@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .attach import PathEntry
 
 if TYPE_CHECKING:
-    from .optim import ForgeOptimizer
+    from .optimizer import ForgeOptimizer
 
 __all__ = ["explain"]
 

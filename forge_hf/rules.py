@@ -78,7 +78,10 @@ class Rule:
         """
         _in_range("lr", group["lr"], 0.0, math.inf)
         _in_range("weight_decay", group["weight_decay"], 0.0, math.inf)
-        for index, beta in enumerate(group.get("betas", ())):
+        betas = group.get("betas", (0.0, 0.0))
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ForgeConfigError(f"betas={betas!r} is not a pair of numbers.")
+        for index, beta in enumerate(betas):
             _in_range(f"betas[{index}]", beta, 0.0, 1.0, open_end=True)
         if "eps" in group:
             _in_range("eps", group["eps"], 0.0, math.inf)
@@ -96,7 +99,10 @@ _HARMLESS = {"foreach", "capturable", "fused"}
 
 
 def _in_range(name: str, value: Any, low: float, high: float, open_end: bool = False) -> None:
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ForgeConfigError(f"{name}={value!r} is not a number.") from None
     if not (low <= number < high if open_end else low <= number <= high) or math.isinf(number):
         raise ForgeConfigError(f"{name}={value!r} is out of range [{low}, {high}{')' if open_end else ']'}.")
 

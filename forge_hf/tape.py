@@ -61,7 +61,8 @@ class Tape:
         backward_mode: Whether gradients are consumed in backward (else in `step()`).
         lagged: Whether clipping uses the coefficient of the previous step.
         lagged_coefficient: That coefficient (0-d fp32), or None before the first clipping, which is exact.
-        partial: A backward was interrupted and its gradients were dropped.
+        partial: A backward or step was interrupted and its gradients were dropped.
+        begun: An update of this step was started.
         interrupted: Sentence of an update that was interrupted halfway, or None.
         hold_depth: Above 0 inside `no_sync()`.
         lost: Names of weights that another optimizer took over.
@@ -74,6 +75,7 @@ class Tape:
         self.lagged = False
         self.lagged_coefficient: Tensor | None = None
         self.partial = False
+        self.begun = False
         self.interrupted: Exception | None = None
         self.hold_depth = 0
         self.lost: list[str] = []
@@ -130,10 +132,25 @@ class Tape:
         """Drop all pending gradients; nothing is owed any more."""
         for slot in self.slots:
             slot.discard()
+        self.partial = self.begun = False
+
+    def zero_grad(self, slots: list[WeightSlot], set_to_none: bool) -> None:
+        """Drop or zero the gradients of `slots`, as `zero_grad()` of a module or of the optimizer asks.
+
+        Raises:
+            ForgeRefusal: a gradient that is to be dropped was already applied in backward.
+        """
+        applied = sum(slot.updated for slot in slots)
+        for slot in slots:
+            slot.discard(set_to_none)
         self.partial = False
+        if applied:
+            self.interrupted = refuse("update_discarded", updated=applied, total=len(self.slots))
+            raise self.interrupted
 
     def end_step(self) -> None:
         """Close the step: gradients are gone, and adding to them without `zero_grad()` is an error."""
+        self.begun = False
         for slot in self.slots:
             slot.end_step()
 
@@ -239,17 +256,24 @@ class WeightSlot:
         """An expected use delivered its gradient through autograd."""
         self._expected -= 1
 
-    def take(self) -> FactoredGradient | None:
-        """Hand out what is pending, including a gradient that autograd put into `.grad`, and forget it.
+    def require_applicable(self) -> None:
+        """Check, before the first update of a step, that this weight's pending gradient can be applied.
 
         Raises:
-            ForgeRefusal: autograd delivered a gradient after the weight was updated in this step.
+            ForgeRefusal: it is gone or was written to, or autograd delivered one after the weight was updated.
         """
+        if self.stale:
+            raise refuse("stepped_twice", param=self.name)
+        if self.updated and self.parameter.grad is not None:
+            raise refuse("late_gradient", param=self.name)
+        if self.gradient is not None:
+            self.gradient.pairs()
+
+    def take(self) -> FactoredGradient | None:
+        """Hand out what is pending, including a gradient that autograd put into `.grad`, and forget it."""
         gradient, self.gradient = self.gradient, None
         dense = self.parameter.grad
         if dense is not None:
-            if self.updated:
-                raise refuse("late_gradient", param=self.name)
             if gradient is None:
                 gradient = FactoredGradient(self.parameter, self.name)
             self.parameter.grad = None
@@ -261,9 +285,13 @@ class WeightSlot:
         if self.gradient is not None and self.parameter.grad is not None:
             self.gradient = self.take()
 
-    def discard(self) -> None:
-        """Forget what is pending, as `zero_grad()` does."""
+    def discard(self, set_to_none: bool = True) -> None:
+        """Forget what is pending, as `zero_grad()` does; else leave a gradient of zeros where there was one."""
+        had_gradient = self.gradient is not None or self.updated or self.stale
         self.gradient = None
+        if had_gradient and not set_to_none:
+            self.gradient = FactoredGradient(self.parameter, self.name)
+            self.gradient.add_pair(*(self.parameter.new_empty(0, size) for size in self.parameter.shape))
         self.norm_sq = None
         self.updated = False
         self.stale = False

@@ -1,0 +1,194 @@
+"""Entry of the Triton backend: the three functions that `forge_hf.reference` also offers, with their checks.
+
+    wgrad_update_   w, moments = rule(w, coefficient * G, moments),   G = sum_s dy_s^T x_s in fp32
+    dense_update_   the same from a dense gradient
+    wgrad_norm_sq   ||G||_F^2
+
+Every function launches on the device of its tensors, whichever device is current.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from ..scalars import StepScalars
+from .elementwise import launch_dense_update
+from .tiles import INTERPRET
+from .wgrad_norm import gemm_norm_sq, gram_is_cheaper, gram_norm_sq
+from .wgrad_update import launch_wgrad_update
+
+__all__ = ["Segment", "available", "dense_update_", "wgrad_norm_sq", "wgrad_update_"]
+
+Segment = tuple[torch.Tensor, torch.Tensor]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_MOMENTS = (torch.float32, torch.bfloat16)
+_MOMENT_COUNTS = {"adamw": (2,), "lion": (1,), "sgd": (0, 1)}
+
+
+def available(tensor: torch.Tensor) -> bool:
+    """Whether these kernels can run where `tensor` is: CUDA from sm_80 on, ROCm, or Triton's interpreter."""
+    return INTERPRET or (tensor.is_cuda and _device_supported(tensor.device.index))
+
+
+@functools.cache
+def _device_supported(index: int) -> bool:
+    return torch.version.hip is not None or torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+def wgrad_update_(
+    weight: torch.Tensor,
+    segments: Sequence[Segment],
+    moments: Sequence[torch.Tensor],
+    rule: str,
+    scalars: StepScalars,
+    *,
+    coefficient: torch.Tensor | None = None,
+    rng_key: int | None = None,
+    want_norm_sq: bool = False,
+) -> torch.Tensor | None:
+    """Update `weight` (N, K) and its moments in place by the gradient of `segments`, which is never stored.
+
+    Args:
+        weight: (N, K), contiguous, fp32, bf16 or fp16.
+        segments: Pairs (dy (T, N), x (T, K)), any strides; T may differ and may be 0. Several segments are
+            concatenated along T into a temporary of their own size, sum(T) * (N + K) elements.
+        moments: Tensors like `weight`, contiguous, fp32 or bf16, in the order of `Rule.moment_names`.
+        rule: "adamw", "lion" or "sgd".
+        scalars: The numbers of this step.
+        coefficient: 0-d fp32 tensor on the weight's device that multiplies the gradient.
+        rng_key: In [0, 2^32), rounds 16-bit weights and bf16 moments stochastically; None rounds to nearest.
+        want_norm_sq: Also return ||G||^2 before the coefficient.
+
+    Returns:
+        0-d fp32 tensor, or None.
+
+    Raises:
+        ValueError: shapes, dtypes, strides or devices do not fit.
+    """
+    _check_update(weight, moments, rule, coefficient, rng_key)
+    if weight.ndim != 2:
+        raise ValueError(f"weight must be 2-D (N, K), got shape {tuple(weight.shape)}")
+    dy_TN, x_TK = _merge(segments, *weight.shape, weight)
+    with _on(weight):
+        return launch_wgrad_update(
+            weight, dy_TN, x_TK, tuple(moments), rule, scalars, coefficient, rng_key, want_norm_sq
+        )
+
+
+def dense_update_(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    rule: str,
+    scalars: StepScalars,
+    *,
+    coefficient: torch.Tensor | None = None,
+    rng_key: int | None = None,
+) -> None:
+    """Update `weight` and its moments in place by a dense gradient.
+
+    Args:
+        weight: Any shape, contiguous, fp32, bf16 or fp16.
+        grad: Same shape, any strides, any float dtype.
+        moments: These and the rest as in `wgrad_update_`.
+        rule: As there.
+        scalars: As there.
+        coefficient: As there.
+        rng_key: As there.
+
+    Raises:
+        ValueError: shapes, dtypes, strides or devices do not fit.
+    """
+    _check_update(weight, moments, rule, coefficient, rng_key)
+    if grad.shape != weight.shape or not grad.is_floating_point() or grad.device != weight.device:
+        raise ValueError(
+            f"grad {tuple(grad.shape)} {grad.dtype} on {grad.device} does not fit "
+            f"weight {tuple(weight.shape)} on {weight.device}"
+        )
+    with _on(weight):
+        launch_dense_update(weight, grad, tuple(moments), rule, scalars, coefficient, rng_key)
+
+
+def wgrad_norm_sq(segments: Sequence[Segment]) -> torch.Tensor:
+    """||sum_s dy_s^T x_s||_F^2 (0-d fp32), by Gram matrices or by the GEMM, whichever takes fewer FLOP.
+
+    Several segments are concatenated along T first, as in `wgrad_update_`: their cross terms count.
+
+    Raises:
+        ValueError: no segment at all (a norm needs a device), or segments that do not fit each other.
+    """
+    if not segments:
+        raise ValueError("wgrad_norm_sq needs at least one segment (it may have no tokens)")
+    dy, x = segments[0]
+    if dy.ndim != 2 or x.ndim != 2:
+        raise ValueError(f"segments must be 2-D pairs, got {tuple(dy.shape)} and {tuple(x.shape)}")
+    dy_TN, x_TK = _merge(segments, dy.shape[1], x.shape[1], dy)
+    (T, N), K = dy_TN.shape, x_TK.shape[1]
+    with _on(dy):
+        return gram_norm_sq(dy_TN, x_TK) if gram_is_cheaper(T, N, K) else gemm_norm_sq(dy_TN, x_TK)
+
+
+def _on(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _merge(segments: Sequence[Segment], N: int, K: int, like: torch.Tensor) -> Segment:
+    """One pair out of all segments that have tokens; an empty pair where none has."""
+    for dy, x in segments:
+        if dy.ndim != 2 or dy.shape[1] != N or x.shape != (dy.shape[0], K):
+            raise ValueError(f"segment {tuple(dy.shape)}, {tuple(x.shape)} is not (T, {N}), (T, {K})")
+        if dy.dtype != x.dtype or dy.dtype not in _FLOATS:
+            raise ValueError(f"segment dtypes {dy.dtype}, {x.dtype} must be the same one of {_FLOATS}")
+        if dy.device != like.device or x.device != like.device:
+            raise ValueError(f"segment on {dy.device} and {x.device}, expected {like.device}")
+    held = [(dy, x) for dy, x in segments if dy.shape[0]]
+    if not held:
+        return like.new_empty((0, N)), like.new_empty((0, K))
+    if len(held) == 1:
+        return _addressable(held[0][0]), _addressable(held[0][1])
+    dtype = functools.reduce(torch.promote_types, (dy.dtype for dy, _ in held))
+    return torch.cat([dy.to(dtype) for dy, _ in held]), torch.cat([x.to(dtype) for _, x in held])
+
+
+def _addressable(operand: torch.Tensor) -> torch.Tensor:
+    """The operand with one unit stride; without, no load is wider than an element and a copy is cheaper."""
+    return operand if 1 in operand.stride() else operand.contiguous()
+
+
+def _check_update(
+    weight: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    rule: str,
+    coefficient: torch.Tensor | None,
+    rng_key: int | None,
+) -> None:
+    if rule not in _MOMENT_COUNTS:
+        raise ValueError(f"unknown rule {rule!r}; valid: {', '.join(_MOMENT_COUNTS)}")
+    counts = _MOMENT_COUNTS[rule]
+    if len(moments) not in counts:
+        raise ValueError(f"{rule} takes {' or '.join(map(str, counts))} moments, got {len(moments)}")
+    if weight.dtype not in _FLOATS or not weight.is_contiguous():
+        raise ValueError(
+            f"weight must be contiguous and one of {_FLOATS}, got {weight.dtype}, strides {weight.stride()}"
+        )
+    for moment in moments:
+        if moment.shape != weight.shape or moment.dtype not in _MOMENTS or not moment.is_contiguous():
+            raise ValueError(
+                f"a moment must be contiguous, of shape {tuple(weight.shape)} and one of {_MOMENTS}, "
+                f"got {tuple(moment.shape)}, {moment.dtype}, {moment.stride()}"
+            )
+        if moment.device != weight.device:
+            raise ValueError(f"moment on {moment.device}, weight on {weight.device}")
+    if coefficient is not None and (
+        coefficient.ndim or coefficient.dtype != torch.float32 or coefficient.device != weight.device
+    ):
+        raise ValueError(f"coefficient must be a 0-d float32 tensor on {weight.device}")
+    if rng_key is not None and not 0 <= rng_key < 1 << 32:
+        raise ValueError(f"rng_key must be in [0, 2**32), got {rng_key}")

@@ -1,0 +1,356 @@
+"""ForgeOptimizer: a torch optimizer that consumes factored gradients.
+
+    step mode      backward fills the tape; clip_grad_norm_ measures it; step() runs the fused updates
+    backward mode  each weight is updated in backward as soon as its gradient is complete; step() does the rest
+
+Everything else is torch's optimizer contract: param groups that schedulers write to, state under torch's keys, hooks,
+closures, state_dict. See `checkpoint.py` for loading and `attach.py` for which parameter takes which path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from . import attach as _attach
+from . import checkpoint, guards
+from .attach import PathEntry
+from .config import ForgeConfig, refuse
+from .dispatch import backend_for
+from .gradient import FactoredGradient
+from .rules import Rule
+from .state import format_for, rounding_key, state_bytes
+from .tape import Tape, WeightSlot
+
+__all__ = ["ForgeOptimizer"]
+
+
+class ForgeOptimizer(Optimizer):
+    """Base of the forge optimizers; use `ForgeAdamW`, `ForgeLion` or `ForgeSGD`.
+
+    Args:
+        params: The model, or torch param groups (then `attach_to` gives the model).
+        settings: Group defaults of the rule that were given.
+        attach_to: The model whose linear layers hand over their gradients.
+        options: Fields of `ForgeConfig`.
+
+    Raises:
+        ForgeConfigError: an option or setting is unknown or out of range.
+        ForgeRefusal: a parameter, model or wrapper that cannot be trained exactly.
+    """
+
+    rule: Rule
+
+    def __init__(
+        self, params: Any, settings: dict[str, Any], attach_to: nn.Module | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        if isinstance(params, nn.Module):
+            attach_to = params if attach_to is None else attach_to
+            params = [parameter for parameter in params.parameters() if parameter.requires_grad]
+            if not params:
+                raise refuse("no_linear", reason="every parameter is frozen")
+        if attach_to is None:
+            raise refuse("no_model", name=type(self).__name__)
+        self.config, _ = ForgeConfig.from_options(options)
+        self._prepare_engine()
+        defaults = {**self.rule.defaults, **self.rule.fixed, **settings}
+        self.rule.validate(defaults)
+        self._model = weakref.ref(attach_to)
+        super().__init__(params, defaults)
+        self._attach()
+
+    def _prepare_engine(self) -> None:
+        """Set what is not part of torch's optimizer state."""
+        self.tape = Tape(self._consume)
+        self.tape.backward_mode = self.update_mode == "backward"
+        self.tape.lagged = self.config.clip == "lagged"
+        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._slots: dict[int, WeightSlot] = {}
+        self._report: list[PathEntry] = []
+        self._places: dict[int, tuple[int, int]] = {}
+        # The model keeps the slots alive; a dropped optimizer must not leave pairs in them.
+        weakref.finalize(self, self.tape.discard).atexit = False
+
+    # -- what torch's optimizers offer ---------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group; linear weights of the attached model in it take the pair path.
+
+        Raises:
+            ForgeConfigError: a setting is out of range.
+            ForgeRefusal: a parameter that cannot be trained.
+        """
+        parameters = param_group["params"]
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
+        elif not isinstance(parameters, set):  # torch refuses sets, which have no order
+            parameters = list(parameters)
+        names = self._names()
+        for entry in parameters:
+            name, parameter = entry if isinstance(entry, tuple) else (names.get(id(entry), "parameter"), entry)
+            if isinstance(parameter, Tensor):
+                _attach.check_parameter(name, parameter)
+        self.rule.validate({**self.defaults, **param_group})
+        super().add_param_group({**param_group, "params": parameters})
+        self._places.clear()
+        if self._report and self._model() is not None:
+            self._attach()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Apply what is pending: all updates in `step` mode, the remaining ones in `backward` mode.
+
+        Args:
+            closure: Recomputes the loss and its backward, as in torch.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            ForgeRefusal: a backward or step was interrupted, or another optimizer took weights over.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.tape.require_usable()
+        done = 0
+        try:
+            with torch.no_grad():
+                self._require_applicable()
+                for group, parameter in self._walk():
+                    done += self._update(group, parameter)
+        except BaseException:
+            done += sum(slot.updated for slot in self.tape.slots)
+            begun = self.tape.begun
+            self.tape.discard()
+            self.tape.partial = True
+            if begun:
+                total = sum(len(group["params"]) for group in self.param_groups)
+                self.tape.interrupted = refuse("interrupted_step", updated=done, total=total)
+            raise
+        self.tape.end_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those held as pairs included."""
+        super().zero_grad(set_to_none)
+        self.tape.zero_grad(self.tape.slots, set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors under torch's keys; loads with `weights_only=True`, also into torch's own optimizer."""
+        if self.tape.lagged_coefficient is not None:
+            self.param_groups[0]["lagged_clip_coefficient"] = self.tape.lagged_coefficient
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this class or of torch's own optimizer for the same rule, without casting moments.
+
+        Raises:
+            ForgeRefusal: the checkpoint does not fit; nothing is loaded then.
+            ForgeConfigError: one of its settings is not supported; nothing is loaded then.
+        """
+        checkpoint.load_(self, state_dict)
+        self._places.clear()
+        self.tape.lagged_coefficient = self.param_groups[0].get("lagged_clip_coefficient")
+        if self.tape.interrupted is not None:
+            self.accept_partial_step()
+        for slot in self.tape.slots:
+            if slot.updated:
+                slot.discard()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the optimizer without the model: the copy works on ordinary gradients."""
+        return {**super().__getstate__(), "config": self.config}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore from a pickle."""
+        super().__setstate__(state)
+        if "tape" not in self.__dict__:
+            self._prepare_engine()
+
+    # -- what is ours --------------------------------------------------------------------------------------------
+
+    @property
+    def update_mode(self) -> str:
+        """ "backward" or "step"; "auto" is "step", since code between backward and step may need all gradients."""
+        return "backward" if self.config.update == "backward" else "step"
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Mark micro-batches that are not the last of their accumulation group (only `backward` mode needs it).
+
+        accelerate and the Trainer say so by themselves.
+        """
+        self.tape.hold_depth += 1
+        try:
+            yield
+        finally:
+            self.tape.hold_depth -= 1
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the gradients of all param groups by their joint norm; see `forge_hf.clip_grad_norm_`."""
+        parameters = [parameter for _, parameter in self._walk()]
+        with torch.no_grad():
+            return guards.clip_slots_and_grads_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def unscale_held_(self, inv_scale: Tensor, found: dict[Any, Tensor]) -> dict[Any, Tensor]:
+        """Unscale pending gradients for an fp16 GradScaler and report non-finite ones.
+
+        Args:
+            inv_scale: 0-d tensor, 1 / loss scale.
+            found: The scaler's 0-d (or 1-element) flags by device, for gradients in `.grad`.
+
+        Returns:
+            The flags, with those of the pending gradients added.
+
+        Raises:
+            ForgeRefusal: the updates already ran (`update="backward"`).
+        """
+        for slot in self.tape.slots:
+            if slot.updated:
+                raise refuse("scaler_in_backward")
+            slot.merge_dense()
+            if slot.gradient is None:
+                continue
+            infinite = (~torch.isfinite(slot.gradient.norm_sq())).to(torch.float32)
+            device = slot.gradient.device
+            found[device] = torch.maximum(found[device], infinite) if device in found else infinite
+            slot.gradient.scale_(inv_scale)
+        return found
+
+    def accept_partial_step(self) -> None:
+        """Go on with a model that an exception left partly updated, knowingly; all gradients are dropped."""
+        self.tape.interrupted = None
+        self.tape.discard()
+        self.zero_grad()
+
+    def report(self) -> list[PathEntry]:
+        """Path of every parameter of the attached model, and why."""
+        return list(self._report)
+
+    def explain(self) -> str:
+        """The report in a few lines, parameters with the same path and reason together."""
+        from .report import explain
+
+        return explain(self)
+
+    def pending_bytes(self) -> int:
+        """Bytes of pairs and dense buffers held now, ordinary `.grad` tensors not included."""
+        return self.tape.held_bytes()
+
+    def state_bytes(self) -> int:
+        """Bytes of the moments and step counters."""
+        return state_bytes(self.state)
+
+    def detach(self) -> None:
+        """Restore the model's stock layers; this optimizer then works on ordinary gradients."""
+        model = self._model()
+        if model is not None:
+            _attach.detach(model)
+        self._slots = {}
+
+    # -- the update ----------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        guards.install()
+        model = self._model()
+        assert model is not None
+        self._slots, self._report = _attach.attach(model, [parameter for _, parameter in self._walk()], self.tape)
+
+    def _names(self) -> dict[int, str]:
+        model = self._model()
+        return {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def _walk(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield group, parameter
+
+    def _place(self, parameter: Tensor) -> tuple[dict[str, Any], int]:
+        """Group of a parameter, looked up anew since accelerate and checkpoints replace the dicts, and its number."""
+        if not self._places:
+            number = 0
+            for index, group in enumerate(self.param_groups):
+                for member in group["params"]:
+                    self._places[id(member)] = (index, number)
+                    number += 1
+        index, number = self._places[id(parameter)]
+        return self.param_groups[index], number
+
+    def _consume(self, slot: WeightSlot) -> None:
+        """Update a weight inside backward."""
+        group, _ = self._place(slot.parameter)
+        with torch.no_grad():
+            gradient = slot.take()
+            assert gradient is not None
+            if self.tape.lagged_coefficient is not None and self.tape.lagged:
+                gradient.scale_(self.tape.lagged_coefficient)
+            slot.updated = True
+            slot.norm_sq = self._apply(group, slot.parameter, gradient, want_norm_sq=True)
+
+    def _require_applicable(self) -> None:
+        for slot in self.tape.slots:
+            slot.require_applicable()
+        for _, parameter in self._walk():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise refuse("sparse_grad", param=self._names().get(id(parameter), "parameter"))
+
+    def _update(self, group: dict[str, Any], parameter: Tensor) -> int:
+        """Update one parameter in step(); returns how many were updated here."""
+        slot = self._slots.get(id(parameter))
+        if slot is not None and slot.active():
+            if slot.gradient is not None or slot.updated:
+                gradient = slot.take()
+                if gradient is None:
+                    return 0
+                self._apply(group, slot.parameter, gradient, want_norm_sq=False)
+                slot.updated = True
+                return 0
+        if parameter.grad is None:
+            return 0
+        self._apply(group, parameter, parameter.grad, want_norm_sq=False)
+        return 1
+
+    def _apply(
+        self, group: dict[str, Any], parameter: Tensor, gradient: FactoredGradient | Tensor, want_norm_sq: bool
+    ) -> Tensor | None:
+        """Run the fused update of one parameter and count its step."""
+        _, number = self._place(parameter)
+        state = self._state_of(group, parameter)
+        step = int(state["step"]) + 1
+        arguments = {
+            "moments": tuple(state[name] for name in self.rule.moment_names(group)),
+            "rule": self.rule.name,
+            "scalars": self.rule.scalars(group, step),
+            "rng_key": rounding_key(self.config.seed, step, number) if self.config.rounding == "stochastic" else None,
+        }
+        backend, weight, norm_sq = backend_for(parameter), parameter.detach(), None
+        self.tape.begun = True
+        if isinstance(gradient, Tensor):
+            backend.dense_update_(weight, gradient, **arguments)
+        elif gradient.buffer is not None:
+            norm_sq = gradient.unscaled_norm_sq() if want_norm_sq else None
+            backend.dense_update_(weight, gradient.buffer, coefficient=gradient.coefficient, **arguments)
+        else:
+            norm_sq = backend.wgrad_update_(
+                weight, gradient.pairs(), coefficient=gradient.coefficient, want_norm_sq=want_norm_sq, **arguments
+            )
+        # A kernel's store does not move the version counter; another graph node that saved W must notice.
+        torch.autograd.graph.increment_version(parameter)
+        state["step"] += 1
+        return norm_sq
+
+    def _state_of(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        for name in self.rule.moment_names(group):
+            if name not in state:
+                state[name] = format_for(self.config.state, parameter).allocate(parameter)
+        return state
