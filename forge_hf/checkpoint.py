@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .config import ForgeRefusal, refuse
+from .config import refuse
 from .state import format_for
 
 if TYPE_CHECKING:
@@ -39,8 +39,15 @@ def load_(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> None:
         hook(optimizer)
 
 
+def _looks_like_a_state_dict(state_dict: Any) -> bool:
+    if not isinstance(state_dict, dict) or not isinstance(state_dict.get("state"), dict):
+        return False
+    groups = state_dict.get("param_groups")
+    return isinstance(groups, list) and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
+
+
 def _new_groups(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+    if not _looks_like_a_state_dict(state_dict):
         raise refuse("state_file", problem="it is not an optimizer's state_dict")
     ours, theirs = optimizer.param_groups, state_dict["param_groups"]
     sizes = [[len(group["params"]) for group in groups] for groups in (ours, theirs)]
@@ -78,12 +85,16 @@ def _parameter_state(
 ) -> dict[str, Any]:
     """State of one parameter from its saved form."""
     names = optimizer.rule.moment_names(group)
+    if not isinstance(saved, dict):
+        raise refuse("state_file", problem=f"the state of parameter {index} is no dict")
     # torch's SGD stores no step, and a None buffer before the first update.
     saved = {key: value for key, value in saved.items() if value is not None}
     if not saved:
         return {}
-    if set(saved) - {"step"} != set(names):
-        raise refuse("state_keys", index=index, found=sorted(saved), rule=optimizer.rule.name, expected=sorted({"step", *names}))
+    counts_steps = "step" in saved or optimizer.rule.name == "sgd"
+    if set(saved) - {"step"} != set(names) or not counts_steps:
+        found, expected = sorted(map(str, saved)), sorted({"step", *names})
+        raise refuse("state_keys", index=index, found=found, rule=optimizer.rule.name, expected=expected)
     result: dict[str, Any] = {"step": _step_counter(saved.get("step", 1.0), index)}
     moment_format = format_for(optimizer.config.state, parameter)
     for name in names:
@@ -91,13 +102,18 @@ def _parameter_state(
         if not isinstance(moment, Tensor) or moment.shape != parameter.shape:
             found = tuple(moment.shape) if isinstance(moment, Tensor) else type(moment).__name__
             raise refuse("state_shape", key=name, index=index, found=found, expected=tuple(parameter.shape))
-        result[name] = moment_format.convert(moment, parameter).clone(memory_format=torch.preserve_format)
+        if not moment.is_floating_point():
+            raise refuse("state_file", problem=f"'{name}' of parameter {index} has dtype {moment.dtype}")
+        result[name] = moment_format.convert(moment, parameter)
     return result
 
 
 def _step_counter(step: Any, index: int) -> Tensor:
+    problem = refuse("state_file", problem=f"step of parameter {index} is {step!r}")
     try:
-        return torch.tensor(float(step), dtype=torch.float32)
-    except (TypeError, ValueError) as error:
-        problem = f"step of parameter {index} is {step!r}"
-        raise ForgeRefusal(refuse("state_file", problem=problem).args[0]) from error
+        count = float(step)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise problem from error
+    if not (count >= 0 and count.is_integer()):
+        raise problem
+    return torch.tensor(count, dtype=torch.float32)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .config import refuse
 from .dispatch import backend_for
-from .reference import accumulate_dense_
+from .reference import accumulate_dense_, plain_math
 
 __all__ = ["FactoredGradient", "Segment"]
 
@@ -171,6 +171,7 @@ class FactoredGradient:
             accumulate_dense_(result, dy_TN, x_TK)
         return result if self.coefficient is None else result.mul_(self.coefficient)
 
+    @plain_math
     def project_right(self, basis_KR: Tensor) -> Tensor:
         """G Q = sum dY^T (X Q) as fp32 (N, R), for Q of shape (K, R)."""
         basis = basis_KR.float()
@@ -182,6 +183,7 @@ class FactoredGradient:
                 result.addmm_(dy_TN.float().t(), x_TK.float() @ basis)
         return result if self.coefficient is None else result.mul_(self.coefficient)
 
+    @plain_math
     def project_left(self, basis_NR: Tensor) -> Tensor:
         """P^T G = sum (dY P)^T X as fp32 (R, K), for P of shape (N, R)."""
         basis = basis_NR.float()

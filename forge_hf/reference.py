@@ -10,14 +10,24 @@ in fp32 whatever the storage. Work goes in chunks of rows, so that no N x K grad
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .scalars import StepScalars
 
-__all__ = ["accumulate_dense_", "dense_update_", "random_bits", "round_stochastic", "wgrad_norm_sq", "wgrad_update_"]
+__all__ = [
+    "accumulate_dense_",
+    "dense_update_",
+    "plain_math",
+    "random_bits",
+    "round_stochastic",
+    "wgrad_norm_sq",
+    "wgrad_update_",
+]
 
 #: Elements of W that are updated at a time; a few fp32 temporaries of this size are alive.
 CHUNK_ELEMENTS = 1 << 20
@@ -25,6 +35,21 @@ CHUNK_ELEMENTS = 1 << 20
 _MASK32 = 0xFFFFFFFF
 
 Segment = tuple[Tensor, Tensor]
+
+
+def plain_math(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run `function` without grad and outside autocast, which would round gradients to 16 bits in its matmuls.
+
+    The device is that of the first argument: a tensor, an object with a `device`, or a list of segments.
+    """
+
+    @functools.wraps(function)
+    def wrapper(first: Any, *args: Any, **kwargs: Any) -> Any:
+        device = first.device if hasattr(first, "device") else first[0][0].device
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            return function(first, *args, **kwargs)
+
+    return wrapper
 
 
 def random_bits(count: int, rng_key: int, stream: int, start_index: int = 0, device: torch.device | str = "cpu") -> Tensor:
@@ -151,7 +176,7 @@ def _gradient_rows(segments: Sequence[Segment], rows: slice, columns: int) -> Te
     return total
 
 
-@torch.no_grad()
+@plain_math
 def wgrad_update_(
     weight: Tensor,
     segments: Sequence[Segment],
@@ -192,7 +217,7 @@ def wgrad_update_(
     return norm_sq
 
 
-@torch.no_grad()
+@plain_math
 def dense_update_(
     weight: Tensor,
     grad: Tensor,
@@ -215,7 +240,7 @@ def dense_update_(
         _update_rows_(weight[rows], part, chunk, rule, scalars, rng_key, rows.start * columns)
 
 
-@torch.no_grad()
+@plain_math
 def wgrad_norm_sq(segments: Sequence[Segment]) -> Tensor:
     """|| sum_s dY_s^T X_s ||_F^2 without the matrix, by whichever of two ways costs fewer operations.
 
@@ -249,7 +274,7 @@ def _norm_sq_gram(segments: Sequence[Segment]) -> Tensor:
     return total.clamp_(min=0.0)
 
 
-@torch.no_grad()
+@plain_math
 def accumulate_dense_(buffer: Tensor, dy_TN: Tensor, x_TK: Tensor) -> None:
     """buffer += dY^T X with fp32 accumulation and temporaries far smaller than the buffer.
 

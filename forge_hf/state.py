@@ -31,8 +31,8 @@ class MomentFormat:
         return torch.zeros_like(weight, dtype=self.dtype, memory_format=torch.preserve_format)
 
     def convert(self, moment: Tensor, weight: Tensor) -> Tensor:
-        """`moment` in this format on `weight`'s device; the same tensor when it already is."""
-        return moment.to(device=weight.device, dtype=self.dtype)
+        """Copy of `moment` in this format, on `weight`'s device and in its memory layout."""
+        return self.allocate(weight).copy_(moment)
 
 
 FORMATS: dict[str, MomentFormat] = {

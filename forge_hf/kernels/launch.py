@@ -74,7 +74,7 @@ def wgrad_update_(
     _check_update(weight, moments, rule, coefficient, rng_key)
     if weight.ndim != 2:
         raise ValueError(f"weight must be 2-D (N, K), got shape {tuple(weight.shape)}")
-    dy_TN, x_TK = _merge(segments, *weight.shape, weight)
+    dy_TN, x_TK = _merge(segments, weight.shape[0], weight.shape[1], weight)
     with _on(weight):
         return launch_wgrad_update(
             weight, dy_TN, x_TK, tuple(moments), rule, scalars, coefficient, rng_key, want_norm_sq

@@ -54,7 +54,7 @@ def _wgrad_update_kernel(
     )  # fmt: skip
     if norm_ptr is not None:
         tl.store(norm_ptr + pid, tl.sum(acc * acc))
-    # A quarter of the columns at a time: gradient, weight and two moments of a whole tile overflow the registers
+    # A quarter of the columns at a time: gradient, weight and moments of a whole tile exceed the registers
     # (halves spill up to 308 bytes per thread on sm_90, quarters none).
     QUARTER: tl.constexpr = BLOCK_K // 4
     rows = offs_n.to(tl.int64)[:, None] * K
