@@ -5,10 +5,10 @@
     python benchmarks/minilm_roberta.py minilm-roberta
 
 MiniLM (6 layers of width 384, 22.7 M weights) is a BERT. BERT and RoBERTa compute the same function of the
-embeddings, but RoBERTa counts positions from `pad_token_id + 1`, so one zero row goes in front of the position
-embeddings. Before it writes anything the script checks that both classes give the same hidden states. The
-result is a checkpoint for the RoBERTa class, without a head. It is not RoBERTa: vocabulary and training are
-MiniLM's.
+embeddings, but RoBERTa counts positions from `pad_token_id + 1`, so one zero row goes in front of the
+position embeddings. Before it writes anything the script checks that both classes give the same hidden
+states. The result is a checkpoint for the RoBERTa class, without a head. It is not RoBERTa: vocabulary and
+training are MiniLM's.
 """
 
 from __future__ import annotations

@@ -80,8 +80,9 @@ def _why_not_pair(parameter: nn.Parameter, holders: list[tuple[str, nn.Module]])
             if len(holders) > 1:
                 return f"shared with {cls.__name__} '{name}'"
             return f"parameter of {cls.__name__}"
-        if name.rpartition(".")[2] != "weight":
-            return "bias"
+        key = name.rpartition(".")[2]
+        if key != "weight":
+            return "bias" if key == "bias" else f"not the weight that {cls.__name__} multiplies by"
         if hasattr(module, "parametrizations"):
             return "parametrized"
         if cls.forward is not nn.Linear.forward or "forward" in module.__dict__:

@@ -161,7 +161,7 @@ REFUSALS: dict[str, str] = {
 }
 
 
-def refuse(key: str, **details: Any) -> ForgeRefusal:
+def refuse(key: str, /, **details: Any) -> ForgeRefusal:
     """Build (not raise) the refusal `key` of `REFUSALS`, filled with `details`."""
     return ForgeRefusal(REFUSALS[key].format(**details))
 

@@ -125,6 +125,16 @@ def _wrap_refusing(original: Callable[..., Any], key: str) -> Callable[..., Any]
     return wrapper
 
 
+def _refuse_in_place(original: Callable[..., Any], key: str) -> None:
+    """Guard a function that torch wraps in its no-grad decorator, copies imported earlier included.
+
+    They are the same object, so the cell that holds the decorated function is replaced.
+    """
+    for cell in original.__closure__ or ():
+        if cell.cell_contents is getattr(original, "__wrapped__", None):
+            cell.cell_contents = _wrap_refusing(cell.cell_contents, key)
+
+
 def _wrap_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
@@ -162,8 +172,7 @@ def install() -> None:
     """Install the wrappers, once."""
     exact = _wrap_clip_norm(clip_grad.clip_grad_norm_)
     clip_grad.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_ = exact
-    by_value = _wrap_refusing(clip_grad.clip_grad_value_, "clip_value")
-    clip_grad.clip_grad_value_ = torch.nn.utils.clip_grad_value_ = by_value
+    _refuse_in_place(clip_grad.clip_grad_value_, "clip_value")
     # The half of clip_grad_norm_ that scales: a copy of the original, imported before this, looks it up here.
     scale = _wrap_refusing(clip_grad._clip_grads_with_norm_, "partial_clip")
     clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = scale

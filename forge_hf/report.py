@@ -15,7 +15,7 @@ __all__ = ["explain"]
 
 
 def _pattern(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def explain(optimizer: ForgeOptimizer) -> str:

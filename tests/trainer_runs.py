@@ -90,7 +90,7 @@ class Run:
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
     """All parameters as one float64 vector."""
-    return torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()])
+    return torch.cat([parameter.detach().double().flatten().cpu() for parameter in model.parameters()])
 
 
 def arguments(output_dir: str, optim: str, **changes: object) -> TrainingArguments:

@@ -3,15 +3,17 @@
     import torch -> entry point -> install() -> a watcher on sys.meta_path     (no wrapt, transformers, accelerate, triton)
     first import of transformers or of forge_hf.optim -> watcher -> wrapt's post-import hooks -> registration, accelerate
 
-torch is usually imported in the middle of `import transformers` or `import accelerate`. The hooked transformers modules
-start after that. `accelerate.accelerator` does not, so its hook waits for the engine (`forge_hf.optim`): accelerate needs
-to know about us only when one of our optimizers can exist.
+torch is usually imported in the middle of `import transformers` or `import accelerate`: the module that we wait for may
+already be running (`from transformers import Trainer` without an earlier `import torch`). Post-import hooks come too late
+for it, so its spec tells when it is done. `accelerate.accelerator` can wait for the engine (`forge_hf.optim`): accelerate
+needs to know about us only when one of our optimizers can exist.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["deferred_hook", "install"]
@@ -62,15 +64,37 @@ def _register_hooks() -> None:
         from wrapt import register_post_import_hook
 
         for name, (home, function) in _HOOKS.items():
-            # A module that is just being executed has no classes yet, and wrapt would call the hook at once. This does
-            # not happen with the releases we test; should it, extend_trainer comes back to training_args.
-            if not getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False):
-                register_post_import_hook(deferred_hook(home, function), name)
+            hook = deferred_hook(home, function)
+            if not _called_at_end_of_import(hook, name):
+                register_post_import_hook(hook, name)
     except Exception as error:
         _warn(error)
 
 
-def deferred_hook(home: str, function: str) -> Any:
+def _called_at_end_of_import(hook: Callable[[Any], None], name: str) -> bool:
+    """If module `name` is just being executed, arrange that `hook(module)` is called when it is done.
+
+    The import system marks that moment by `spec._initializing = False`, whether or not the module raised.
+    """
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    if spec is None or not getattr(spec, "_initializing", False):
+        return False
+    stock = type(spec)
+
+    class _NotifyingSpec(stock):  # type: ignore[misc, valid-type]
+        def __setattr__(self, key: str, value: Any) -> None:
+            super().__setattr__(key, value)
+            if key == "_initializing" and not value:
+                self.__class__ = stock
+                if sys.modules.get(name) is module:
+                    hook(module)
+
+    spec.__class__ = _NotifyingSpec
+    return True
+
+
+def deferred_hook(home: str, function: str) -> Callable[[Any], None]:
     """A hook that loads its code when it fires, and whose faults never break the import that fired it."""
 
     def hook(module: Any) -> None:

@@ -1,9 +1,9 @@
 """Generated sentences with a sentiment, a word tokenizer for them and a small RoBERTa: no downloads.
 
-A sentence has one or two clauses, such as "the plot was not dull although the music seemed rather poor". Its label is
-the sentiment of the clause that counts: the second one after "but", the first one before "although". Within a clause
-"not", "never" and "hardly" turn the sentiment round. So no single word tells the label: with all words equally likely
-under both labels a bag of words stays near one half, and a model has to learn negation and word order.
+A sentence has one or two clauses, such as "the plot was not dull although the music seemed rather poor". Its
+label is the sentiment of the clause that counts: the second one after "but" and "yet", the first one before
+"although" and "though". Within a clause "not", "never" and "hardly" (three clauses in ten) turn the sentiment
+round. A model that only counts words gets about 0.7 right; the rest is negation and word order.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def small_roberta(vocabulary: int, hidden: int, layers: int, labels: int = 2, dr
 
     Args:
         vocabulary: Number of token ids.
-        hidden: Width; heads are 64 wide (a narrower model has one head), the feed-forward layer is 4 times wider.
+        hidden: Width. Heads are 64 wide (a narrower model has one head), the feed-forward layer 4 times hidden.
         layers: Number of layers.
         labels: Number of classes.
         dropout: Dropout probability everywhere.

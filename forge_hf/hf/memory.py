@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from ..optim import ForgeOptimizer
+from ..state import state_bytes
 
 __all__ = ["ForgeMemoryCallback", "peak_bytes"]
 
@@ -32,7 +33,7 @@ class ForgeMemoryCallback(TrainerCallback):
     """Adds `forge/peak_bytes`, `forge/pairs_bytes` and `forge/state_bytes` to every training log.
 
     `forge/peak_bytes` is the most memory so far, `forge/pairs_bytes` the most bytes of gradients that the optimizer held
-    before a step since the last log (0 with another optimizer), `forge/state_bytes` its state. `ForgeTrainer` brings the
+    before a step since the last log (0 with another optimizer), `forge/state_bytes` its moments. `ForgeTrainer` brings the
     callback; a stock Trainer takes it in `callbacks`.
     """
 
@@ -55,7 +56,7 @@ class ForgeMemoryCallback(TrainerCallback):
         line = {
             "forge/peak_bytes": peak_bytes(),
             "forge/pairs_bytes": self._pairs_bytes,
-            "forge/state_bytes": optimizer.state_bytes() if isinstance(optimizer, ForgeOptimizer) else 0,
+            "forge/state_bytes": state_bytes(getattr(optimizer, "state", {})),
         }
         self._pairs_bytes = 0
         logs.update(line)

@@ -84,9 +84,6 @@ def extend_training_args(module: Any) -> None:
 
 def extend_trainer(module: Any) -> None:
     """Post-import hook of `transformers.trainer`; never raises."""
-    arguments = sys.modules.get("transformers.training_args")
-    if arguments is not None:
-        extend_training_args(arguments)
     trainer = getattr(module, "Trainer", None)
     try:
         original = vars(module.Trainer)["get_optimizer_cls_and_kwargs"]
