@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -36,27 +37,23 @@ def demo(
     ] = "forge_adamw",
     steps: Annotated[int | None, typer.Option(help="Steps per run.", show_default="320")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
-    output_dir: Annotated[Path, typer.Option(help="Where the plot and the figures go.")] = Path(
-        "forge_hf_demo"
-    ),
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A much smaller model and 20 steps: seconds.")
-    ] = False,
+    output_dir: Annotated[Path, typer.Option(help="Where the results go.")] = Path("forge_hf_demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model and 20 steps: seconds.")] = False,
 ) -> None:
-    """Train a small RoBERTa twice, with adamw_torch and with ours, and compare. No downloads; about two minutes.
+    """Train a small RoBERTa twice, with adamw_torch and with ours, and compare. No downloads; two minutes.
 
-    Prints loss, accuracy, memory and time side by side, and writes a plot. The exit code is 1 if forge_adamw does not
-    end where adamw_torch does.
+    Prints loss, accuracy, memory and time side by side, and writes a plot. The exit code is 1 if forge_adamw does
+    not end where adamw_torch does.
     """
     from rich.console import Console
 
     from .hf.demo import DemoError, DemoSettings, run_demo
 
-    given = {"optim": optim, "seed": seed, "output_dir": output_dir} | (
-        {"steps": steps} if steps is not None else {}
-    )
+    settings = DemoSettings.quick() if quick else DemoSettings()
+    steps = settings.steps if steps is None else steps
+    settings = replace(settings, optim=optim, seed=seed, output_dir=output_dir, steps=steps)
     try:
-        code = run_demo(DemoSettings.quick(**given) if quick else DemoSettings(**given), Console())
+        code = run_demo(settings, Console())
     except DemoError as error:
         typer.echo(f"forge-hf demo: error: {error}", err=True)
         raise typer.Exit(2) from error

@@ -51,7 +51,11 @@ STOCK_ARGUMENTS = (
 
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a fresh program, without what a launcher or a test runner has set."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FORGE_HF_", "PYTEST_"))}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("ACCELERATE_", "FORGE_HF_", "PYTEST_"))
+    }
     return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **changes}
 
 
@@ -63,7 +67,9 @@ def python(code: str, *arguments: str, **changes: str) -> Any:
 def run(command: list[str], **changes: str) -> tuple[Any, str]:
     """Run a command whose last line of output is JSON; returns that and stderr."""
     # Away from the checkout, whose folder would come first on sys.path.
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(**changes), timeout=300, cwd=os.sep)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(**changes), timeout=300, cwd=os.sep
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1].removeprefix("RESULT ")), done.stderr
 

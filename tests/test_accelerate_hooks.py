@@ -33,7 +33,9 @@ def rows(size: int = 4) -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(Tokens("roberta", 16), batch_size=size)
 
 
-def train(model, optimizer, accelerator: Accelerator, loader, epochs: int = 1, max_norm: float | None = 1.0) -> list[float]:
+def train(
+    model, optimizer, accelerator: Accelerator, loader, epochs: int = 1, max_norm: float | None = 1.0
+) -> list[float]:
     """The loop of accelerate's own examples; returns the norms."""
     norms = []
     for _ in range(epochs):

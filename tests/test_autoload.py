@@ -62,7 +62,8 @@ print(json.dumps([loaded, watchers, statistics.median(times_ms), sorted(set({HEA
 
 
 def test_off_switch_then_explicit_import_reload_and_double_import():
-    off, error, on, again = python(f"""
+    off, error, on, again = python(
+        f"""
 import importlib, json, sys
 import torch
 off = sorted(name for name in sys.modules if name.startswith(("forge_hf", "_forge_hf.")))
@@ -87,7 +88,9 @@ model = torch.nn.Linear(2, 2)
 cls, _ = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(optim="forge_adamw", use_cpu=True), model)
 assert cls is forge_hf.ForgeAdamW
 print(json.dumps([off, error, on, again]))
-""", FORGE_HF_AUTOLOAD="0")
+""",
+        FORGE_HF_AUTOLOAD="0",
+    )
     assert off == []
     assert "forge_adamw is not a valid OptimizerNames" in error
     assert on == again == REGISTERED

@@ -19,7 +19,10 @@ MEMORY_KEYS = {"forge/peak_bytes", "forge/pairs_bytes", "forge/state_bytes"}
 
 def forge_trainer(folder, optim="forge_adamw", **options) -> ForgeTrainer:
     return ForgeTrainer(
-        model=tiny_roberta(), args=arguments(str(folder), optim, max_steps=2), train_dataset=Tokens("roberta"), **options
+        model=tiny_roberta(),
+        args=arguments(str(folder), optim, max_steps=2),
+        train_dataset=Tokens("roberta"),
+        **options,
     )
 
 
@@ -52,16 +55,26 @@ def test_other_optimizers_are_errors_that_name_the_valid_ones(tmp_path):
     )
     model = tiny_roberta()
     foreign = torch.optim.SGD(model.parameters(), lr=0.1)
-    for options in ({"optimizers": (foreign, None)}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})}):
+    for options in (
+        {"optimizers": (foreign, None)},
+        {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
+    ):
         with pytest.raises(ForgeConfigError, match="ForgeTrainer trains with a forge optimizer"):
-            ForgeTrainer(model=model, args=arguments(str(tmp_path), "adamw_torch"), train_dataset=Tokens("roberta"), **options)
+            ForgeTrainer(
+                model=model,
+                args=arguments(str(tmp_path), "adamw_torch"),
+                train_dataset=Tokens("roberta"),
+                **options,
+            )
 
 
 def test_a_forge_optimizer_of_ones_own_is_used(tmp_path):
     model = tiny_roberta()
     optimizer = ForgeLion(model, lr=1e-4)
     args = arguments(str(tmp_path), "adamw_torch", max_steps=1)
-    trainer = ForgeTrainer(model=model, args=args, train_dataset=Tokens("roberta"), optimizers=(optimizer, None))
+    trainer = ForgeTrainer(
+        model=model, args=args, train_dataset=Tokens("roberta"), optimizers=(optimizer, None)
+    )
     trainer.train()
     assert trainer.optimizer.optimizer is optimizer and trainer.args is args
 
@@ -79,7 +92,11 @@ def test_forge_trainer_and_stock_trainer_train_alike(tmp_path):
     """Anything ForgeTrainer can do, the stock Trainer does too, its memory line included."""
     ours = train(tmp_path, "roberta", "adamw_torch", trainer_cls=ForgeTrainer, max_steps=4)
     stock = train(
-        tmp_path, "roberta", "forge_adamw", max_steps=4, trainer_options={"callbacks": [ForgeMemoryCallback()]}
+        tmp_path,
+        "roberta",
+        "forge_adamw",
+        max_steps=4,
+        trainer_options={"callbacks": [ForgeMemoryCallback()]},
     )
     baseline = train(tmp_path, "roberta", "adamw_torch", max_steps=4)
     assert torch.equal(ours.end, stock.end)
@@ -135,7 +152,15 @@ def test_update_backward_holds_no_pairs_between_backward_and_step(tmp_path):
 
 
 def test_evaluation_metrics_and_summary_stay_as_they_are(tmp_path):
-    ours = train(tmp_path, "roberta", "adamw_torch", trainer_cls=ForgeTrainer, max_steps=2, eval_strategy="steps", eval_steps=1)
+    ours = train(
+        tmp_path,
+        "roberta",
+        "adamw_torch",
+        trainer_cls=ForgeTrainer,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
     assert len(ours.evaluations) == 2
     assert all(entry.keys() & MEMORY_KEYS == set() for entry in ours.evaluations)
     assert ours.trainer.evaluate().keys() & MEMORY_KEYS == set()
@@ -143,7 +168,13 @@ def test_evaluation_metrics_and_summary_stay_as_they_are(tmp_path):
 
 
 def test_the_callback_measures_other_optimizers_too(tmp_path):
-    run = train(tmp_path, "roberta", "adamw_torch", max_steps=1, trainer_options={"callbacks": [ForgeMemoryCallback()]})
+    run = train(
+        tmp_path,
+        "roberta",
+        "adamw_torch",
+        max_steps=1,
+        trainer_options={"callbacks": [ForgeMemoryCallback()]},
+    )
     parameters = list(run.trainer.model.parameters())
     assert run.logged("forge/pairs_bytes") == [0]
     assert run.logged("forge/state_bytes") == [sum(8 * parameter.numel() + 4 for parameter in parameters)]
@@ -160,5 +191,7 @@ def test_a_callback_given_by_the_user_is_not_doubled(tmp_path):
 
 def test_it_is_a_trainer_with_the_trainers_own_arguments(tmp_path):
     assert issubclass(ForgeTrainer, Trainer)
-    trainer = ForgeTrainer(tiny_roberta(), arguments(str(tmp_path), "forge_adamw", max_steps=1), None, Tokens("roberta"))
+    trainer = ForgeTrainer(
+        tiny_roberta(), arguments(str(tmp_path), "forge_adamw", max_steps=1), None, Tokens("roberta")
+    )
     assert trainer.train().global_step == 1

@@ -135,9 +135,24 @@ def test_outside_libraries_stay_in_their_corner(library):
 
 
 def test_the_package_and_its_hooks_import_nothing_heavy_at_first():
-    eager = {(name, target.split(".")[0]) for name, target, lazy in all_imports() if not lazy and name in ("", "hf", "hf.autoload")}
-    assert {library for _, library in eager} <= {"__future__", "collections", "forge_hf", "importlib", "sys", "typing"}
-    ours = {internal(target) for name, target, lazy in all_imports() if not lazy and name in ("", "hf", "hf.autoload")}
+    eager = {
+        (name, target.split(".")[0])
+        for name, target, lazy in all_imports()
+        if not lazy and name in ("", "hf", "hf.autoload")
+    }
+    assert {library for _, library in eager} <= {
+        "__future__",
+        "collections",
+        "forge_hf",
+        "importlib",
+        "sys",
+        "typing",
+    }
+    ours = {
+        internal(target)
+        for name, target, lazy in all_imports()
+        if not lazy and name in ("", "hf", "hf.autoload")
+    }
     assert ours - {None} == {"hf.autoload"}
 
 
@@ -164,7 +179,9 @@ print(json.dumps([first, moved, sorted({"transformers", "accelerate", "triton"} 
     assert done.returncode == 0, done.stderr
     first, moved, later = json.loads(done.stdout)
     assert first == [] and later == []
-    assert moved == pytest.approx(0.1, rel=1e-2)  # Adam's first step has the size of lr, but for the weight decay
+    assert moved == pytest.approx(
+        0.1, rel=1e-2
+    )  # Adam's first step has the size of lr, but for the weight decay
 
 
 def test_every_public_name_resolves():

@@ -61,10 +61,25 @@ def test_names_are_ordinary_members(name):
 
 def test_parsers_yaml_json_subclass_and_set_optimizer(tmp_path):
     parser = HfArgumentParser(TrainingArguments)
-    common = {"output_dir": str(tmp_path), "use_cpu": True, "optim": "forge_adamw", "optim_args": "update=step, seed=3"}
+    common = {
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "optim": "forge_adamw",
+        "optim_args": "update=step, seed=3",
+    }
     (tmp_path / "a.json").write_text(json.dumps(common))
-    (tmp_path / "a.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in common.items()))
-    command = ["--optim", "forge_adamw", "--optim_args", "update=step, seed=3", "--use_cpu", "--output_dir", str(tmp_path)]
+    (tmp_path / "a.yaml").write_text(
+        "".join(f"{key}: {json.dumps(value)}\n" for key, value in common.items())
+    )
+    command = [
+        "--optim",
+        "forge_adamw",
+        "--optim_args",
+        "update=step, seed=3",
+        "--use_cpu",
+        "--output_dir",
+        str(tmp_path),
+    ]
 
     @dataclass
     class OurArguments(TrainingArguments):
@@ -89,7 +104,9 @@ def test_parsers_yaml_json_subclass_and_set_optimizer(tmp_path):
 def test_other_names_go_to_transformers():
     cls, keywords = chosen("adamw_torch", model=None)
     assert cls is torch.optim.AdamW and keywords["betas"] == (0.9, 0.999)
-    with pytest.raises(ValueError, match="forge_adam is not a valid OptimizerNames, please select one of .*'forge_adamw'"):
+    with pytest.raises(
+        ValueError, match="forge_adam is not a valid OptimizerNames, please select one of .*'forge_adamw'"
+    ):
         arguments("unused", "forge_adam")
 
 
@@ -118,7 +135,12 @@ def test_add_enum_member_on_a_plain_string_enum():
 def test_adamw_gets_the_trainers_numbers():
     model = torch.nn.Linear(2, 2)
     cls, keywords = chosen(
-        model=model, learning_rate=3e-4, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, optim_args="state=bf16,rounding=nearest"
+        model=model,
+        learning_rate=3e-4,
+        adam_beta1=0.8,
+        adam_beta2=0.95,
+        adam_epsilon=1e-6,
+        optim_args="state=bf16,rounding=nearest",
     )
     assert cls is ForgeAdamW
     assert keywords == {
@@ -136,7 +158,12 @@ def test_adamw_gets_the_trainers_numbers():
 
 @pytest.mark.parametrize(
     ("given", "used"),
-    [((0.9, 0.999), (0.9, 0.99)), ((0.95, 0.98), (0.95, 0.98)), ((0.95, 0.999), (0.95, 0.99)), ((0.9, 0.98), (0.9, 0.98))],
+    [
+        ((0.9, 0.999), (0.9, 0.99)),
+        ((0.95, 0.98), (0.95, 0.98)),
+        ((0.95, 0.999), (0.95, 0.99)),
+        ((0.9, 0.98), (0.9, 0.98)),
+    ],
 )
 def test_lion_keeps_its_own_betas_unless_told_otherwise(given, used):
     cls, keywords = chosen("forge_lion", adam_beta1=given[0], adam_beta2=given[1])
@@ -195,7 +222,11 @@ def test_update_is_resolved_from_the_training_arguments(changes, update):
     [
         ({"max_grad_norm": 0.5}, "clip_in_backward", {"max_norm": 0.5}),
         ({"max_grad_norm": 0, "fp16": True}, "scaler_in_backward", {}),
-        ({"max_grad_norm": 1.0, "fp16": True, "optim_args": "update=backward,clip=lagged"}, "scaler_in_backward", {}),
+        (
+            {"max_grad_norm": 1.0, "fp16": True, "optim_args": "update=backward,clip=lagged"},
+            "scaler_in_backward",
+            {},
+        ),
         ({"max_grad_norm": 0, "auto_find_batch_size": True}, "retry_in_backward", {}),
     ],
 )
@@ -250,7 +281,10 @@ def test_refused_when_accelerate_launch_says_so(variable, value, key, monkeypatc
 
 def test_a_real_trainer_refuses_two_gpus_without_distribution_and_still_evaluates(tmp_path):
     trainer = Trainer(
-        model=tiny_roberta(), args=arguments(str(tmp_path), "forge_adamw"), train_dataset=Tokens("roberta"), eval_dataset=Tokens("roberta", 4)
+        model=tiny_roberta(),
+        args=arguments(str(tmp_path), "forge_adamw"),
+        train_dataset=Tokens("roberta"),
+        eval_dataset=Tokens("roberta", 4),
     )
     assert trainer.evaluate()["eval_loss"] > 0
     trainer.args._n_gpu = 2
@@ -262,7 +296,9 @@ def test_a_real_trainer_refuses_two_gpus_without_distribution_and_still_evaluate
 
 def test_train_refuses_deepspeed_although_its_config_brings_an_optimizer(tmp_path, monkeypatch):
     """The Trainer would then never ask for ours: it puts a dummy in its place and trains with another optimizer."""
-    trainer = Trainer(model=tiny_roberta(), args=arguments(str(tmp_path), "forge_adamw"), train_dataset=Tokens("roberta"))
+    trainer = Trainer(
+        model=tiny_roberta(), args=arguments(str(tmp_path), "forge_adamw"), train_dataset=Tokens("roberta")
+    )
     monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", None)
     trainer.args.deepspeed = {"optimizer": {"type": "AdamW"}}
     with pytest.raises(ForgeRefusal) as error:
@@ -280,8 +316,12 @@ def test_stock_trainer_builds_the_real_class_with_its_decay_groups(name, tmp_pat
     assert type(optimizer) is NAMES[name] and optimizer.update_mode == "backward"
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     assert decays == [0.1, 0.0]
-    stock = train(tmp_path, "roberta", "adamw_torch", max_steps=1, weight_decay=0.1).trainer.optimizer.optimizer
-    assert [len(group["params"]) for group in optimizer.param_groups] == [len(group["params"]) for group in stock.param_groups]
+    stock = train(
+        tmp_path, "roberta", "adamw_torch", max_steps=1, weight_decay=0.1
+    ).trainer.optimizer.optimizer
+    assert [len(group["params"]) for group in optimizer.param_groups] == [
+        len(group["params"]) for group in stock.param_groups
+    ]
 
 
 # -- unknown layouts ---------------------------------------------------------------------------------------------------
@@ -310,10 +350,14 @@ def fake(monkeypatch):
     }
     modules["transformers"].__version__ = "99.1"
     modules["transformers.training_args"].TrainingArguments = arguments_class
-    modules["transformers.training_args"].OptimizerNames = Enum("OptimizerNames", {"ADAMW": "adamw_torch"}, type=str)
+    modules["transformers.training_args"].OptimizerNames = Enum(
+        "OptimizerNames", {"ADAMW": "adamw_torch"}, type=str
+    )
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    return SimpleNamespace(arguments=modules["transformers.training_args"], trainer=modules["transformers.trainer"])
+    return SimpleNamespace(
+        arguments=modules["transformers.training_args"], trainer=modules["transformers.trainer"]
+    )
 
 
 def ask(fake, optim="forge_adamw"):
@@ -335,12 +379,16 @@ def test_optimizer_names_of_another_kind(fake, broken):
     registration.extend_training_args(fake.arguments)
     assert ask(fake, "adamw_torch").checked
     for _ in range(2):
-        with pytest.raises(ForgeRefusal, match="could not register its optimizers with transformers 99.1: OptimizerNames") as error:
+        with pytest.raises(
+            ForgeRefusal, match="could not register its optimizers with transformers 99.1: OptimizerNames"
+        ) as error:
             ask(fake)
         assert error.value.args[0].count("OptimizerNames cannot be extended") == 1
 
 
-@pytest.mark.parametrize("trainer", [None, type("Trainer", (), {}), type("Trainer", (), {"get_optimizer_cls_and_kwargs": print})])
+@pytest.mark.parametrize(
+    "trainer", [None, type("Trainer", (), {}), type("Trainer", (), {"get_optimizer_cls_and_kwargs": print})]
+)
 def test_trainer_of_another_kind(fake, trainer):
     registration.extend_training_args(fake.arguments)
     before = ask(fake)
@@ -391,5 +439,7 @@ except RuntimeError as error:
         PYTHONPATH=str(tmp_path),
     )
     assert plain == "adamw_torch"
-    assert refused.startswith("ForgeRefusal: forge_hf could not register its optimizers with transformers 99.1:")
+    assert refused.startswith(
+        "ForgeRefusal: forge_hf could not register its optimizers with transformers 99.1:"
+    )
     assert "no attribute 'OptimizerNames'" in refused

@@ -1,14 +1,13 @@
-"""One training run of `forge-hf demo`, in a process of its own: `python -m forge_hf.hf.demo_worker SPEC.json`.
+"""One training run of `forge-hf demo`: `python -m forge_hf.hf.demo_worker SPEC.json`.
 
-The run has its own process because peak memory can only be told apart from another run's that way. It reports on
-stdout, one JSON object per line: `{"event": "step"}` while it trains, `{"event": "done"}` with the figures; it writes
-its weights before and after to `start.pt` and `end.pt` beside the spec.
+The run is a process of its own, because only then is peak memory that of this run. It reports on stdout, one JSON
+object per line: `{"event": "step"}` while it trains, `{"event": "done"}` with the figures. It writes its weights
+before and after to `start.pt` and `end.pt` in the directory that the spec names.
 """
 
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -23,50 +22,51 @@ from .memory import unwrapped
 
 __all__ = ["MemoryMeter", "SeamCallback", "train"]
 
-#: RoBERTa's own epsilon. With Adam's usual 1e-8, weights whose gradient is rounding noise (the key biases, which
-#: softmax cancels) would still move at full speed, each run in its own direction.
+#: RoBERTa's own epsilon. With Adam's usual 1e-8, weights whose gradient is rounding noise (the key biases,
+#: which softmax cancels) would still move at full speed, each run in its own direction.
 EPSILON = 1e-6
 
 
 class MemoryMeter:
-    """Peak bytes above the level at which it was made: of tensors on the GPU, else of the process's resident memory."""
+    """Peak bytes above the level at which it was made: tensors on the GPU, else the process's resident memory."""
 
     def __init__(self) -> None:
+        """Start to measure."""
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
             return
         try:
-            # Linux forgets the peak of the imports, so that only the training counts.
+            # Linux then forgets the peak of the imports, so that only the training counts.
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             pass
-        self._before = self._resident()
-
-    @staticmethod
-    def _resident() -> int:
-        import psutil
-
-        return int(psutil.Process().memory_info().rss)
+        self._before = _resident_bytes("VmRSS")
 
     def peak_bytes(self) -> int:
         """The peak so far."""
         if torch.cuda.is_available():
             return torch.cuda.max_memory_allocated() - self._before
-        try:
-            lines = Path("/proc/self/status").read_text().splitlines()
-            peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-        except (OSError, StopIteration):
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-                1 if sys.platform == "darwin" else 1024
-            )
-        return max(0, peak - self._before)
+        return max(0, _resident_bytes("VmHWM") - self._before)
+
+
+def _resident_bytes(field: str) -> int:
+    """VmRSS (now) or VmHWM (peak) of this process; where the system does not tell, the peak for both."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 class SeamCallback(TrainerCallback):
-    """Measures each step: its time, and the bytes of gradients held at the seam between backward and the optimizer."""
+    """Measures each step: its time, and the gradient bytes held at the seam between backward and the optimizer."""
 
     def __init__(self, report: bool = True) -> None:
+        """Start with nothing measured; `report` tells the parent process of each step."""
         self.seam_bytes: list[int] = []
         self.step_seconds: list[float] = []
         self._report = report
@@ -80,7 +80,7 @@ class SeamCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Count dense gradients and, if the optimizer holds gradients in another form, those."""
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         pending = getattr(unwrapped(optimizer), "pending_bytes", int)()
         self.seam_bytes.append(sum(grad.numel() * grad.element_size() for grad in grads) + pending)
 
@@ -124,7 +124,7 @@ def _trainer(spec: dict[str, Any], hidden: int, steps: int, callback: SeamCallba
         max_steps=steps,
         warmup_steps=max(1, steps // 10),
         per_device_train_batch_size=spec["batch_size"],
-        per_device_eval_batch_size=spec["batch_size"],
+        per_device_eval_batch_size=4 * spec["batch_size"],
         logging_steps=every,
         eval_strategy="steps",
         eval_steps=4 * every,
@@ -155,10 +155,11 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     """Train as `spec` says and return the figures.
 
     Args:
-        spec: `optim`, `learning_rate`, `steps`, `seed`, `hidden`, `layers`, `batch_size`, `eval_rows`, `directory`.
+        spec: `optim`, `learning_rate`, `steps`, `seed`, `hidden`, `layers`, `batch_size`, `eval_rows`,
+            `directory`.
     """
     directory = Path(spec["directory"])
-    # A first tiny run loads every module and starts every thread pool, so that they do not count as the model's memory.
+    # A tiny run first loads every module and starts every thread pool, which are not the model's memory.
     _trainer(spec | {"eval_rows": spec["batch_size"]}, 16, 2, SeamCallback(report=False)).train()
     callback = SeamCallback()
     trainer = _trainer(spec, spec["hidden"], spec["steps"], callback)

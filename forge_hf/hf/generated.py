@@ -94,7 +94,7 @@ def small_roberta(vocabulary: int, hidden: int, layers: int, labels: int = 2, dr
 
     Args:
         vocabulary: Number of token ids.
-        hidden: Width. Heads are 64 wide (a narrower model has one head), the feed-forward layer 4 times hidden.
+        hidden: Width. Heads are 64 wide (a narrower model has one), the feed-forward layer 4 times it.
         layers: Number of layers.
         labels: Number of classes.
         dropout: Dropout probability everywhere.

@@ -40,14 +40,22 @@ class ForgeMemoryCallback(TrainerCallback):
     def __init__(self) -> None:
         self._pairs_bytes = 0
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         """Measure at the seam between backward and step, where most gradients are alive."""
         optimizer = unwrapped(optimizer)
         if isinstance(optimizer, ForgeOptimizer):
             self._pairs_bytes = max(self._pairs_bytes, optimizer.pending_bytes())
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, optimizer: Any = None, **kwargs: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, Any] | None = None,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Extend the logs of training steps, and their entry in the history; evaluation metrics stay as they are."""
         if logs is None or "loss" not in logs:

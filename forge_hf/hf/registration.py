@@ -18,7 +18,14 @@ from typing import Any
 
 from ..config import refuse
 
-__all__ = ["FORGE_OPTIMIZERS", "add_enum_member", "extend_trainer", "extend_training_args", "forge_name", "require_layout"]
+__all__ = [
+    "FORGE_OPTIMIZERS",
+    "add_enum_member",
+    "extend_trainer",
+    "extend_training_args",
+    "forge_name",
+    "require_layout",
+]
 
 #: Value of `optim` -> name of the public class.
 FORGE_OPTIMIZERS = {"forge_adamw": "ForgeAdamW", "forge_lion": "ForgeLion", "forge_sgd": "ForgeSGD"}

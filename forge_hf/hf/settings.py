@@ -14,7 +14,9 @@ __all__ = ["optimizer_class_and_kwargs", "refuse_environment", "resolve_update"]
 _TRAINING_ARGUMENTS_BETAS = (0.9, 0.999)
 
 
-def optimizer_class_and_kwargs(name: str, class_name: str, args: Any, model: Any) -> tuple[type, dict[str, Any]]:
+def optimizer_class_and_kwargs(
+    name: str, class_name: str, args: Any, model: Any
+) -> tuple[type, dict[str, Any]]:
     """What `Trainer.get_optimizer_cls_and_kwargs` returns for `name`.
 
     Args:
@@ -39,7 +41,13 @@ def optimizer_class_and_kwargs(name: str, class_name: str, args: Any, model: Any
     config, rule_options = ForgeConfig.from_options(args.optim_args, cls.rule.options)
     options = {field: getattr(config, field) for field in ("clip", "state", "rounding", "seed")}
     options["update"] = resolve_update(args, config)
-    return cls, {"lr": args.learning_rate, **_rule_arguments(cls.rule, args), **rule_options, **options, "attach_to": model}
+    return cls, {
+        "lr": args.learning_rate,
+        **_rule_arguments(cls.rule, args),
+        **rule_options,
+        **options,
+        "attach_to": model,
+    }
 
 
 def _rule_arguments(rule: Rule, args: Any) -> dict[str, Any]:

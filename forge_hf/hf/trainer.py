@@ -30,13 +30,17 @@ class ForgeTrainer(Trainer):
         ForgeConfigError: `optim` names, or `optimizers` holds, an optimizer of somebody else.
     """
 
-    def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any
+    ) -> None:
         require_layout()
         super().__init__(model, args, *rest, **kwargs)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             self.args = _with_forge_optimizer(self.args)
         elif not self._brings_a_forge_optimizer():
-            raise ForgeConfigError("ForgeTrainer trains with a forge optimizer. Leave `optimizers` out, or use the stock Trainer.")
+            raise ForgeConfigError(
+                "ForgeTrainer trains with a forge optimizer. Leave `optimizers` out, or use the stock Trainer."
+            )
         callbacks = self.callback_handler.callbacks
         if not any(isinstance(callback, ForgeMemoryCallback) for callback in callbacks):
             # First, so that every reporter that comes after it sees the line.
