@@ -1,7 +1,7 @@
 """Entry point of the group `torch.backends`: called by torch at the end of `import torch`.
 
-It lies outside the package because importing anything from `forge_hf` installs the hooks, and FORGE_HF_AUTOLOAD=0 must
-leave that to an explicit `import forge_hf`.
+It lies outside the package because importing anything from `forge_hf` installs the hooks, and
+FORGE_HF_AUTOLOAD=0 must leave that to an explicit `import forge_hf`.
 """
 
 import os

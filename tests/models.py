@@ -1,4 +1,4 @@
-"""Small plain torch models whose weights are used in every way that a model can use them, and the loop that trains them.
+"""Small plain torch models that use their weights in every way a model can, and the loop that trains them.
 
 All take x of shape (..., 12) and return (..., 6).
 """

@@ -13,7 +13,8 @@ from typing import Any
 STOCK_SCRIPT = """
 import json
 import torch
-from transformers import HfArgumentParser, RobertaConfig, RobertaForSequenceClassification, Trainer, TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers import RobertaConfig, RobertaForSequenceClassification
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
@@ -21,7 +22,8 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, row):
         ids = torch.randint(4, 50, (8,), generator=torch.Generator().manual_seed(row))
-        return {"input_ids": ids, "attention_mask": torch.ones(8, dtype=torch.long), "labels": torch.tensor(row % 2)}
+        mask = torch.ones(8, dtype=torch.long)
+        return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor(row % 2)}
 
 (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
 torch.manual_seed(0)

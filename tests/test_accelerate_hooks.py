@@ -1,4 +1,4 @@
-"""Raw accelerate loops: accumulation, hand-over of weights to another optimizer, refusals, and saved state."""
+"""What accelerate is told: accumulation, hand-over of weights to another optimizer, refusals."""
 
 from __future__ import annotations
 
@@ -33,49 +33,7 @@ def rows(size: int = 4) -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(Tokens("roberta", 16), batch_size=size)
 
 
-def train(
-    model, optimizer, accelerator: Accelerator, loader, epochs: int = 1, max_norm: float | None = 1.0
-) -> list[float]:
-    """The loop of accelerate's own examples; returns the norms."""
-    norms = []
-    for _ in range(epochs):
-        for batch in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(**batch).loss)
-                if accelerator.sync_gradients and max_norm is not None:
-                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), max_norm)))
-                optimizer.step()
-                optimizer.zero_grad()
-    return norms
-
-
-def loop(make, accumulation: int = 1, **options) -> tuple[torch.Tensor, list[float]]:
-    """A whole raw loop with the optimizer that `make(model)` gives: end weights and norms."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
-    model = tiny_roberta()
-    model, optimizer, loader = accelerator.prepare(model, make(model), rows())
-    norms = train(model, optimizer, accelerator, loader, epochs=2, **options)
-    return flat(model), norms
-
-
 SETTINGS = {"lr": 2e-3, "weight_decay": 0.01}
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_raw_loop_equals_torch(accumulation):
-    ours, norms = loop(lambda model: ForgeAdamW(model, **SETTINGS), accumulation)
-    theirs, expected = loop(lambda model: torch.optim.AdamW(model.parameters(), **SETTINGS), accumulation)
-    way = (theirs - flat(tiny_roberta())).norm()
-    assert (ours - theirs).norm() < 2e-3 * way
-    assert norms == pytest.approx(expected, rel=1e-3) and len(norms) == 8 // accumulation
-
-
-def test_update_backward_waits_for_the_last_micro_batch():
-    """Only accelerate knows which micro-batch is the last; guessing would update at each."""
-    options = {"accumulation": 2, "max_norm": None}
-    ours, _ = loop(lambda model: ForgeAdamW(model, update="backward", **SETTINGS), **options)
-    theirs, _ = loop(lambda model: torch.optim.AdamW(model.parameters(), **SETTINGS), **options)
-    assert (ours - theirs).norm() < 2e-3 * (theirs - flat(tiny_roberta())).norm()
 
 
 def test_probe_follows_accelerate_and_does_without_it(monkeypatch):
@@ -87,30 +45,6 @@ def test_probe_follows_accelerate_and_does_without_it(monkeypatch):
     assert hooks.last_micro_batch() is True
     monkeypatch.delitem(sys.modules, "accelerate.state")
     assert hooks.last_micro_batch() is True
-
-
-def test_save_and_load_state_resume_bit_for_bit(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    model = tiny_roberta()
-    model, optimizer, loader = accelerator.prepare(model, ForgeAdamW(model, **SETTINGS), rows())
-    train(model, optimizer, accelerator, loader)
-    accelerator.save_state(str(tmp_path / "state"))
-    train(model, optimizer, accelerator, loader)
-    expected, saved = flat(model), optimizer.state_dict()
-    torch.load(tmp_path / "state" / "optimizer.bin", weights_only=True)
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=True)
-    torch.manual_seed(5)
-    model = tiny_roberta()
-    model, optimizer, loader = accelerator.prepare(model, ForgeAdamW(model, **SETTINGS), rows())
-    accelerator.load_state(str(tmp_path / "state"))
-    train(model, optimizer, accelerator, loader)
-    assert torch.equal(flat(model), expected)
-    for index, entry in optimizer.state_dict()["state"].items():
-        for key, value in entry.items():
-            assert torch.equal(value, saved["state"][index][key]), (index, key)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

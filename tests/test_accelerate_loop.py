@@ -1,4 +1,4 @@
-"""Raw Accelerate loops: prepare, accumulate, clip_grad_norm_, save_state and load_state, against torch.optim.AdamW."""
+"""Raw Accelerate loops with accumulation, clipping, save_state and load_state, against torch.optim.AdamW."""
 
 from __future__ import annotations
 
@@ -30,10 +30,14 @@ def _fresh_state():
 class Run:
     """A loop as the documentation of accelerate shows it."""
 
-    def __init__(self, kind: Any, make: Any, precision: str = "no", accumulate: int = 3, seed: int = 1) -> None:
+    def __init__(
+        self, kind: Any, make: Any, precision: str = "no", accumulate: int = 3, seed: int = 1
+    ) -> None:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
-        self.accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulate)
+        self.accelerator = Accelerator(
+            cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulate
+        )
         self.net = build(kind, seed)
         optimizer = make(self.net)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
@@ -52,7 +56,9 @@ class Run:
                 if hasattr(self.optimizer.optimizer, "pending_bytes"):
                     self.held.append(self.optimizer.optimizer.pending_bytes())
                 if self.accelerator.sync_gradients and max_norm is not None:
-                    self.norms.append(self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm).item())
+                    self.norms.append(
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm).item()
+                    )
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()

@@ -14,7 +14,18 @@ import forge_hf
 from forge_hf import ForgeAdamW, ForgeRefusal, ForgeSGD, detach
 from forge_hf.layers import ForgeLinear
 
-from .models import EVERY_MODEL, Mlp, TiedEmbedding, TiedLinears, build, loss_of, same_bits, snapshot, train, way_off
+from .models import (
+    EVERY_MODEL,
+    Mlp,
+    TiedEmbedding,
+    TiedLinears,
+    build,
+    loss_of,
+    same_bits,
+    snapshot,
+    train,
+    way_off,
+)
 from .tolerances import WAY_FP32_SMALL
 
 
@@ -58,8 +69,16 @@ ODD_LAYERS = {
         "parametrizations.weight.original",
         "parameter of ParametrizationList",
     ),
-    "pruned": (lambda: prune.random_unstructured(nn.Linear(12, 12), "weight", 0.3), "weight_orig", "not the weight that Linear"),
-    "conv": (lambda: nn.Sequential(nn.Unflatten(-1, (12, 1)), nn.Conv1d(12, 12, 1), nn.Flatten(-2)), "1.weight", "Conv1d"),
+    "pruned": (
+        lambda: prune.random_unstructured(nn.Linear(12, 12), "weight", 0.3),
+        "weight_orig",
+        "not the weight that Linear",
+    ),
+    "conv": (
+        lambda: nn.Sequential(nn.Unflatten(-1, (12, 1)), nn.Conv1d(12, 12, 1), nn.Flatten(-2)),
+        "1.weight",
+        "Conv1d",
+    ),
     "norm": (lambda: nn.Sequential(nn.LayerNorm(12)), "0.weight", "parameter of LayerNorm"),
 }
 
@@ -107,11 +126,17 @@ def test_report_of_a_plain_model():
 
 def test_report_of_shared_weights_and_left_out_ones():
     assert paths(ForgeAdamW(build(TiedLinears)))["middle.weight"] == ("pair", "2 linear layers")
-    assert paths(ForgeAdamW(build(TiedEmbedding)))["middle.weight"] == ("dense", "shared with Embedding 'words.weight'")
+    assert paths(ForgeAdamW(build(TiedEmbedding)))["middle.weight"] == (
+        "dense",
+        "shared with Embedding 'words.weight'",
+    )
     model = build()
     partial = ForgeAdamW([model.head.weight], attach_to=model)
     assert paths(partial)["first.weight"] == ("frozen", "not in the optimizer's groups")
-    assert paths(ForgeAdamW(nn.Sequential(Extra())))["0.side_weight"] == ("dense", "not the weight that Extra multiplies by")
+    assert paths(ForgeAdamW(nn.Sequential(Extra())))["0.side_weight"] == (
+        "dense",
+        "not the weight that Extra multiplies by",
+    )
 
 
 def test_explain_names_paths_and_reasons():
@@ -188,7 +213,9 @@ def test_torch_optimizer_over_our_weights_refuses():
     optimizer = ForgeAdamW(model)
     other = torch.optim.AdamW(model.parameters())
     loss_of(model, 0).backward()
-    with pytest.raises(ForgeRefusal, match=r"AdamW was about to step over 3 weights .*forge_hf.detach\(model\)"):
+    with pytest.raises(
+        ForgeRefusal, match=r"AdamW was about to step over 3 weights .*forge_hf.detach\(model\)"
+    ):
         other.step()
     optimizer.zero_grad()
     forge_hf.detach(model)
@@ -212,7 +239,10 @@ def test_two_optimizers_share_a_model():
     model, reference = build(), build()
 
     def pair(net: Any, ours: bool) -> list[Any]:
-        halves = [list(net.first.parameters()), [*net.middle.parameters(), *net.norm.parameters(), *net.head.parameters()]]
+        halves = [
+            list(net.first.parameters()),
+            [*net.middle.parameters(), *net.norm.parameters(), *net.head.parameters()],
+        ]
         if ours:
             return [ForgeAdamW(halves[0], attach_to=net), ForgeSGD(halves[1], lr=0.1, attach_to=net)]
         return [torch.optim.AdamW(halves[0]), torch.optim.SGD(halves[1], lr=0.1)]

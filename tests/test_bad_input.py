@@ -1,4 +1,4 @@
-"""Settings, parameters and models that cannot be trained exactly: one sentence each, before the first step."""
+"""Settings, parameters and models that cannot be trained exactly are refused before the first step."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ def test_nothing_to_train():
     with pytest.raises(ValueError, match="empty parameter list"):
         ForgeAdamW([], attach_to=build())
     outside = [nn.Parameter(torch.ones(2))]
-    refusal(lambda: ForgeAdamW(outside, attach_to=build()), "every parameter is frozen or left out of the optimizer's groups")
+    refusal(
+        lambda: ForgeAdamW(outside, attach_to=build()),
+        "every parameter is frozen or left out of the optimizer's groups",
+    )
 
 
 def test_parameters_that_cannot_be_updated_are_named():
@@ -152,7 +155,9 @@ def test_backend_variable(monkeypatch, value, ok):
     if ok:
         optimizer.step()
         return
-    with pytest.raises(ForgeConfigError, match="FORGE_HF_BACKEND='cuda' is unknown. Valid: auto, triton, reference."):
+    with pytest.raises(
+        ForgeConfigError, match="FORGE_HF_BACKEND='cuda' is unknown. Valid: auto, triton, reference."
+    ):
         optimizer.step()
 
 

@@ -120,7 +120,9 @@ def test_state_has_torchs_keys_and_its_own_dtypes():
     reference = torch.optim.AdamW(stock.parameters())
     train(stock, reference, steps=2)
     ours, theirs = through_a_file(optimizer.state_dict()), reference.state_dict()
-    assert [list(entry) for entry in ours["state"].values()] == [list(entry) for entry in theirs["state"].values()]
+    assert [list(entry) for entry in ours["state"].values()] == [
+        list(entry) for entry in theirs["state"].values()
+    ]
     assert set(ours["param_groups"][0]) == set(theirs["param_groups"][0])
     other = ForgeAdamW(build(dtype=torch.bfloat16), state="fp32")
     other.load_state_dict(ours)

@@ -17,7 +17,9 @@ def bits(optimizer: Any) -> list[Any]:
     """Everything that `load_state_dict` may change, as values."""
     state = optimizer.state_dict()
     tensors = [
-        (index, key, value.clone()) for index, entry in sorted(state["state"].items()) for key, value in entry.items()
+        (index, key, value.clone())
+        for index, entry in sorted(state["state"].items())
+        for key, value in entry.items()
     ]
     return [tensors, copy.deepcopy(state["param_groups"])]
 
@@ -96,7 +98,7 @@ def _bad_lr(saved: Any) -> None:
 
 BAD = {
     _shape: r"'exp_avg' of parameter 2 has shape \(3, 3\), the weight has \(24, 24\)",
-    _moment_missing: r"parameter 3 holds \['exp_avg', 'step'\], but adamw needs \['exp_avg', 'exp_avg_sq', 'step'\]",
+    _moment_missing: r"holds \['exp_avg', 'step'\], but adamw needs \['exp_avg', 'exp_avg_sq', 'step'\]",
     _step_missing: "parameter 0 holds .* but adamw needs .*'step'",
     _bad_step: "step of parameter 5 is 'seven'",
     _negative_step: "step of parameter 5 is tensor",

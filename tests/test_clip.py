@@ -1,4 +1,4 @@
-"""Clipping by the joint norm of pairs and ordinary gradients; copies and other kinds of clipping are refused."""
+"""Clipping by the joint norm of pairs and ordinary gradients; what would be partial is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def norms(kind: Any, clip: Any, micro_batches: int = 1) -> tuple[float, float]:
 
 WAYS = {
     "torch": lambda optimizer, model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    "torch_module": lambda optimizer, model: torch.nn.utils.clip_grad.clip_grad_norm_(model.parameters(), 1.0),
+    "torch_module": lambda optimizer, model: torch.nn.utils.clip_grad.clip_grad_norm_(
+        model.parameters(), 1.0
+    ),
     "forge": lambda optimizer, model: forge_hf.clip_grad_norm_(optimizer, 1.0),
     "method": lambda optimizer, model: optimizer.clip_grad_norm_(1.0),
     "keywords": lambda optimizer, model: torch.nn.utils.clip_grad_norm_(
@@ -231,7 +233,8 @@ def test_lagged_clipping(micro_batches):
 def test_two_lagged_optimizers_keep_their_own_coefficients():
     model = nn.ModuleList([build(seed=1), build(seed=2)])
     optimizers = [
-        ForgeSGD(list(part.parameters()), attach_to=part, lr=0.1, update="backward", clip="lagged") for part in model
+        ForgeSGD(list(part.parameters()), attach_to=part, lr=0.1, update="backward", clip="lagged")
+        for part in model
     ]
     optimizers[1].tape.lagged_coefficient = torch.tensor(0.5)
     for part in model:

@@ -39,10 +39,16 @@ def test_name_given_twice():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"updaet": "step"}, r"Unknown option 'updaet'; did you mean 'update'\? Valid: update, clip, state, rounding, seed\."),
+        (
+            {"updaet": "step"},
+            r"Unknown option 'updaet'; did you mean 'update'\? Valid: update, clip, state, rounding, seed\.",
+        ),
         ({"update_mode": "step"}, r"did you mean 'update'\?"),
         ({"zzz": "1"}, r"Unknown option 'zzz'; Valid: update"),
-        ({"update": "backwards"}, r"update='backwards' is unknown; did you mean 'backward'\? Valid: auto, backward, step\."),
+        (
+            {"update": "backwards"},
+            r"update='backwards' is unknown; did you mean 'backward'\? Valid: auto, backward, step\.",
+        ),
         ({"update": None}, "update='None' is unknown"),
         ({"update": True}, "update=True is not a valid str"),
         ({"clip": "lag"}, r"did you mean 'lagged'\?"),
@@ -65,7 +71,9 @@ def test_bad_options(options, message):
 
 
 def test_options_of_a_rule():
-    config, extra = ForgeConfig.from_options("momentum=0.9,nesterov=False,seed=3", {"momentum": "float", "nesterov": "bool"})
+    config, extra = ForgeConfig.from_options(
+        "momentum=0.9,nesterov=False,seed=3", {"momentum": "float", "nesterov": "bool"}
+    )
     assert extra == {"momentum": 0.9, "nesterov": False}
     assert config.seed == 3
     with pytest.raises(ForgeConfigError, match=r"did you mean 'momentum'\?"):
@@ -85,7 +93,9 @@ def test_booleans_as_people_write_them(text, value):
 
 @pytest.mark.parametrize("text", ["2", "maybe", "T"])
 def test_other_booleans(text):
-    with pytest.raises(ForgeConfigError, match=f"nesterov='{text}' is not a valid bool: expected true or false"):
+    with pytest.raises(
+        ForgeConfigError, match=f"nesterov='{text}' is not a valid bool: expected true or false"
+    ):
         ForgeConfig.from_options(f"nesterov={text}", {"nesterov": "bool"})
 
 
@@ -110,8 +120,31 @@ def test_any_text_is_read_or_refused(text):
 
 
 def test_every_refusal_names_a_way_out():
-    names = ("count", "default", "device", "dtype", "expected", "found", "index", "key", "layout", "max_norm", "name")
-    names += ("norm_type", "optimizer", "option", "param", "problem", "reason", "rule", "supported", "total", "updated")
+    names = (
+        "count",
+        "default",
+        "device",
+        "dtype",
+        "expected",
+        "found",
+        "index",
+        "key",
+        "layout",
+        "max_norm",
+        "name",
+    )
+    names += (
+        "norm_type",
+        "optimizer",
+        "option",
+        "param",
+        "problem",
+        "reason",
+        "rule",
+        "supported",
+        "total",
+        "updated",
+    )
     names += ("value", "version", "what", "world_size")
     for key in REFUSALS:
         message = str(refuse(key, **{name: f"<{name}>" for name in names}))

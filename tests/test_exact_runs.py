@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+
+from forge_hf import ForgeAdamW, ForgeLion, ForgeSGD
+
 from .models import EVERY_MODEL, Mlp, Shared, TiedEmbedding, build, decay_groups, train, way_off
 from .tolerances import (
     NORM_AUTOCAST,
@@ -18,8 +21,6 @@ from .tolerances import (
     WAY_LION,
 )
 
-from forge_hf import ForgeAdamW, ForgeLion, ForgeSGD
-
 LR = 1e-2
 MODES = ["step", "backward"]
 # A weight read outside its module, or in an embedding, delivers part of its gradient through autograd.
@@ -27,7 +28,13 @@ LATE = {"Outside"}
 
 
 def compare(
-    kind: Any, ours: Any, theirs: Any, limit: float = WAY_FP32_SMALL, schedule: Any = None, eval_mode: bool = False, **loop: Any
+    kind: Any,
+    ours: Any,
+    theirs: Any,
+    limit: float = WAY_FP32_SMALL,
+    schedule: Any = None,
+    eval_mode: bool = False,
+    **loop: Any,
 ) -> tuple[Any, Any]:
     """Train two copies and hold their end points together; returns the norms of both."""
     start, model, reference = build(kind), build(kind), build(kind)
@@ -93,7 +100,12 @@ def test_clipping_with_adamw_and_a_large_eps(max_norm):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "settings",
-    [{"betas": (0.0, 0.5)}, {"betas": (0.95, 0.9999), "eps": 1e-4}, {"weight_decay": 0.0}, {"weight_decay": 2.0, "eps": 0.1}],
+    [
+        {"betas": (0.0, 0.5)},
+        {"betas": (0.95, 0.9999), "eps": 1e-4},
+        {"weight_decay": 0.0},
+        {"weight_decay": 2.0, "eps": 0.1},
+    ],
 )
 def test_settings(mode, settings):
     compare(Mlp, forge(mode, **settings), torch_adamw(**settings))
@@ -161,7 +173,9 @@ def test_lion_against_float64(mode):
     assert way_off(model, reference, start) < WAY_LION
 
 
-def distances_to_fp32(kind: Any, lr: float, steps: int, settings: dict[str, Any], **low: Any) -> tuple[float, float]:
+def distances_to_fp32(
+    kind: Any, lr: float, steps: int, settings: dict[str, Any], **low: Any
+) -> tuple[float, float]:
     """Ways off the fp32 run in a low precision, summed over two seeds: ours and torch's."""
     ours, theirs = 0.0, 0.0
     for seed in range(2):

@@ -44,7 +44,7 @@ def throw_behind(module: torch.nn.Module) -> Any:
 
 
 def interrupted(model: Any, optimizer: Any, where: str = "middle") -> None:
-    """Run a backward that fails before it reaches `where`; the exception and its frames are gone on return."""
+    """Run a backward that fails before it reaches `where`, and look at once for stale pairs."""
     handle = throw_behind(getattr(model, where))
     try:
         with pytest.raises(Boom):
@@ -64,7 +64,9 @@ def test_interrupted_backward_in_step_mode(kind):
     before = snapshot(model)
     interrupted(model, optimizer)
     assert same_bits(model, before)
-    with pytest.raises(ForgeRefusal, match=r"interrupted by an exception, and its gradients were dropped.*zero_grad"):
+    with pytest.raises(
+        ForgeRefusal, match=r"interrupted by an exception, and its gradients were dropped.*zero_grad"
+    ):
         optimizer.step()
     with pytest.raises(ForgeRefusal, match="gradients were dropped"):
         optimizer.clip_grad_norm_(1.0)
@@ -91,7 +93,9 @@ def test_interrupted_backward_in_backward_mode(kind):
     optimizer = ForgeAdamW(model, update="backward")
     saved, state = snapshot(model), optimizer.state_dict()
     interrupted(model, optimizer)
-    message = r"interrupted backward\(\) after 1 of 3 weights .*load the last checkpoint .*accept_partial_step"
+    message = (
+        r"interrupted backward\(\) after 1 of 3 weights .*load the last checkpoint .*accept_partial_step"
+    )
     with pytest.raises(ForgeRefusal, match=message):
         optimizer.step()
     with pytest.raises(ForgeRefusal, match=message):
@@ -168,7 +172,11 @@ def test_interrupted_step(monkeypatch, call, done, after):
             optimizer.step()
     assert optimizer.pending_bytes() == 0
     message = rf"interrupted step\(\) after {done} of 7 parameters had been updated"
-    for attempt in (optimizer.step, lambda: loss_of(model, 1).backward(), lambda: optimizer.clip_grad_norm_(1.0)):
+    for attempt in (
+        optimizer.step,
+        lambda: loss_of(model, 1).backward(),
+        lambda: optimizer.clip_grad_norm_(1.0),
+    ):
         with pytest.raises(ForgeRefusal, match=message):
             attempt()
     model.load_state_dict(saved.state_dict())

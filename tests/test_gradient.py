@@ -20,7 +20,9 @@ def weight(n: int, k: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.zeros(n, k, dtype=dtype))
 
 
-def pairs_of(tokens: list[int], n: int, k: int, dtype: torch.dtype, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+def pairs_of(
+    tokens: list[int], n: int, k: int, dtype: torch.dtype, seed: int = 0
+) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
     return [(draw(t, n), draw(t, k)) for t in tokens]
@@ -47,7 +49,9 @@ problems = st.tuples(
 )
 
 
-def filled(pairs: list[tuple[Tensor, Tensor]], n: int, k: int, dtype: torch.dtype, bounded: bool) -> FactoredGradient:
+def filled(
+    pairs: list[tuple[Tensor, Tensor]], n: int, k: int, dtype: torch.dtype, bounded: bool
+) -> FactoredGradient:
     gradient = FactoredGradient(weight(n, k, dtype))
     for dy, x in pairs:
         gradient.add_pair(dy, x, bounded=bounded)
@@ -90,14 +94,18 @@ def test_accumulate_adds(first, second, scale_first, scale_second):
     tokens, n, k, dtype, seed = first
     ours, others = pairs_of(tokens, n, k, dtype, seed), pairs_of(second[0], n, k, dtype, seed + 1)
     gradient, other = filled(ours, n, k, dtype, True), filled(others, n, k, dtype, False)
-    expected = exact(ours, n, k) * (0.5 if scale_first else 1.0) + exact(others, n, k) * (3.0 if scale_second else 1.0)
+    expected = exact(ours, n, k) * (0.5 if scale_first else 1.0) + exact(others, n, k) * (
+        3.0 if scale_second else 1.0
+    )
     if scale_first:
         gradient.scale_(torch.tensor(0.5))
     if scale_second:
         other.scale_(torch.tensor(3.0))
     gradient.accumulate(other)
     roundings = 0.0 if dtype == torch.float32 else DENSE_BF16 * (len(tokens) + len(second[0]) + 3)
-    assert (gradient.dense().double() - expected).norm() <= (GEMM_FP32 + roundings) * (size(ours) + 3 * size(others))
+    assert (gradient.dense().double() - expected).norm() <= (GEMM_FP32 + roundings) * (
+        size(ours) + 3 * size(others)
+    )
 
 
 @pytest.mark.parametrize("tokens", [[3], [40], [2, 5, 1]])
@@ -113,7 +121,7 @@ def test_both_forms_of_the_norm_agree(tokens):
 
 @pytest.mark.parametrize("tokens", [2, 60])
 def test_norm_of_a_gradient_that_cancels(tokens):
-    (dy, x), = pairs_of([tokens], 20, 30, torch.float32)
+    ((dy, x),) = pairs_of([tokens], 20, 30, torch.float32)
     pairs = [(dy, x), (-dy, x)]
     unit = size(pairs) ** 2
     norm_sq = wgrad_norm_sq(pairs)
@@ -168,13 +176,16 @@ def test_write_into_a_held_tensor_is_noticed():
 
 
 def test_coefficient_belongs_to_what_was_there():
-    (dy, x), = pairs_of([2], 20, 30, torch.float32)
+    ((dy, x),) = pairs_of([2], 20, 30, torch.float32)
     gradient = FactoredGradient(weight(20, 30))
     gradient.add_pair(dy, x)
     gradient.scale_(torch.tensor(0.5))
+    assert gradient.norm_sq().item() == pytest.approx(0.25 * (dy.t() @ x).square().sum().item(), rel=1e-4)
     gradient.add_pair(dy, x)
     assert torch.allclose(gradient.dense(), 1.5 * dy.t() @ x, rtol=1e-5, atol=1e-5)
-    assert gradient.unscaled_norm_sq().item() == pytest.approx((1.5 * dy.t() @ x).square().sum().item(), rel=1e-5)
+    assert gradient.unscaled_norm_sq().item() == pytest.approx(
+        (1.5 * dy.t() @ x).square().sum().item(), rel=1e-4
+    )
 
 
 def test_empty_gradient_is_zero():

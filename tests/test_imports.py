@@ -16,7 +16,7 @@ import forge_hf
 
 PACKAGE = Path(forge_hf.__file__).parent
 
-# cli, hf -> attach, optim, guards -> gradient, layers -> state, rules, dispatch -> kernels | reference -> config
+# Imports go from later lines to the same or earlier ones.
 LEVELS = [
     ["config", "scalars"],
     ["kernels", "reference"],

@@ -1,4 +1,4 @@
-"""The swapped layer: stock outputs and input gradients, and the stock path wherever a pair would not be exact."""
+"""The swapped layer: stock outputs and input gradients, and the stock path where a pair would not be exact."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ def test_activations_saved_under_autocast_have_the_stock_size():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         with torch.autocast("cpu", torch.bfloat16):
             layer(torch.randn(4, 5))
-    assert sorted((tuple(t.shape), t.dtype) for t in saved if t is not layer.weight) == [((4, 5), torch.bfloat16)]
+    assert sorted((tuple(t.shape), t.dtype) for t in saved if t is not layer.weight) == [
+        ((4, 5), torch.bfloat16)
+    ]
 
 
 def test_input_gradient_alone_touches_no_weight():
@@ -147,7 +149,10 @@ def test_retained_graph_and_several_backwards(mode):
         for each in (optimizer, theirs):
             each.step()
             each.zero_grad()
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-6)
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True)
+    )
 
 
 def penalty(model: nn.Module, seed: int) -> torch.Tensor:
@@ -167,7 +172,10 @@ def test_gradient_penalty_is_exact_in_step_mode():
             penalty(net, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-5)
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True)
+    )
 
 
 def test_create_graph_for_weights():
@@ -236,6 +244,9 @@ def test_functional_call_and_transforms_see_a_stock_layer():
     x = torch.randn(4, 5)
     other = {name: torch.randn_like(value) for name, value in layer.named_parameters()}
     assert torch.equal(functional_call(layer, other, x), F.linear(x, other["weight"], other["bias"]))
+    leaves = {name: nn.Parameter(value) for name, value in other.items()}
+    functional_call(layer, leaves, x).sum().backward()
+    assert torch.allclose(leaves["weight"].grad, x.sum(0).expand(7, 5), atol=1e-5)
     loss = lambda params: functional_call(layer, params, x).square().sum()  # noqa: E731
     ours = grad(loss)(dict(layer.named_parameters()))
     expected = grad(lambda params: F.linear(x, params["weight"], params["bias"]).square().sum())(

@@ -1,4 +1,4 @@
-"""No gradient of a linear weight is ever stored: counted from the tensors that are created, not read from attributes."""
+"""No gradient of a linear weight is ever stored: counted from the tensors that operations create."""
 
 from __future__ import annotations
 
@@ -42,7 +42,12 @@ class BigTensors(TorchDispatchMode):
 
 def wide() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)]
+    layers = [
+        nn.Linear(WIDTH, WIDTH),
+        nn.GELU(),
+        nn.Linear(WIDTH, WIDTH, bias=False),
+        nn.Linear(WIDTH, WIDTH),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -57,7 +62,9 @@ def warmed(mode: str, kind: Any = ForgeAdamW) -> tuple[nn.Sequential, Any]:
 
 
 def counted(model: nn.Module, optimizer: Any) -> BigTensors:
-    state = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    state = [
+        value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+    ]
     return BigTensors(WIDTH * WIDTH, [*model.parameters(), *state])
 
 
@@ -88,7 +95,7 @@ def test_accumulation_in_both_modes_makes_nothing_big_while_pairs_are_cheaper(mo
     for mode in MODES:
         model, optimizer = warmed(mode)
         with counted(model, optimizer) as big:
-            for part in range(3):
+            for _ in range(3):
                 with optimizer.no_sync():
                     model(torch.randn(TOKENS, WIDTH)).square().mean().backward()
             assert optimizer.pending_bytes() > 0
@@ -119,7 +126,7 @@ def test_held_bytes_never_exceed_the_gradients_that_torch_would_hold(mode, dtype
     optimizer = ForgeAdamW(model, update=mode)
     dense = sum(module.weight.nbytes for module in model if isinstance(module, nn.Linear))
     seen = []
-    for part in range(12):
+    for _ in range(12):
         with optimizer.no_sync():
             model(torch.randn(11, WIDTH, dtype=dtype)).square().mean().backward()
         seen.append(optimizer.pending_bytes())

@@ -142,7 +142,9 @@ def test_modes_give_the_same_bits():
         model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32, bias=False)).bfloat16()
         optimizer = ForgeAdamW(model, lr=1e-2, update=mode)
         for _ in range(4):
-            model(torch.randn(3, 32).bfloat16()).float().square().mean().backward()  # pairs stay below the bound
+            model(
+                torch.randn(3, 32).bfloat16()
+            ).float().square().mean().backward()  # pairs stay below the bound
             optimizer.step()
             optimizer.zero_grad()
         models.append(model)
@@ -168,7 +170,9 @@ def test_small_updates_do_not_vanish_in_bf16():
 class Scaled:
     """A loop with an fp16 loss scale; `overflow` names the steps whose loss is made infinite."""
 
-    def __init__(self, model: Any, optimizer: Any, autocast: bool, clip: float | None, overflow: set[int]) -> None:
+    def __init__(
+        self, model: Any, optimizer: Any, autocast: bool, clip: float | None, overflow: set[int]
+    ) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
         self.scales: list[float] = []
         self.norms: list[float] = []
@@ -211,7 +215,9 @@ def test_scaler_sees_an_overflow_in_one_layer_only(layer):
     before = snapshot(model)
     scaler.scale(loss_of(model, 0)).backward()
     slot = getattr(model, layer)._forge_receiver
-    slot.gradient.add_pair(torch.full((1, slot.parameter.shape[0]), math.inf), torch.ones(1, slot.parameter.shape[1]))
+    slot.gradient.add_pair(
+        torch.full((1, slot.parameter.shape[0]), math.inf), torch.ones(1, slot.parameter.shape[1])
+    )
     scaler.step(optimizer)
     scaler.update()
     assert same_bits(model, before)

@@ -15,7 +15,19 @@ from forge_hf import ForgeAdamW, ForgeSGD
 from .models import EVERY_MODEL, build, loss_of, way_off
 from .tolerances import NORM_FP32, WAY_FP32_SMALL
 
-CALLS = ["backward", "backward", "backward", "clip", "step", "zero_grad", "zeros", "state_dict", "evaluate", "forward", "group"]
+CALLS = [
+    "backward",
+    "backward",
+    "backward",
+    "clip",
+    "step",
+    "zero_grad",
+    "zeros",
+    "state_dict",
+    "evaluate",
+    "forward",
+    "group",
+]
 
 
 class Loop:

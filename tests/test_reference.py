@@ -112,7 +112,9 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def problem(rule: str, group: dict[str, Any], dtype: torch.dtype, state: torch.dtype, tokens: tuple[int, ...]) -> Any:
+def problem(
+    rule: str, group: dict[str, Any], dtype: torch.dtype, state: torch.dtype, tokens: tuple[int, ...]
+) -> Any:
     torch.manual_seed(5)
     weight = torch.randn(N, K).to(dtype)
     moments = tuple(torch.rand(N, K).add_(0.1).to(state) for _ in RULES[rule].moment_names(group))
@@ -129,7 +131,9 @@ def test_fp32_update_against_float64(rule, group, step, tokens, coefficient, mon
     weight, moments, segments = problem(rule, group, torch.float32, torch.float32, tokens)
     scalars = RULES[rule].scalars(group, step)
     exact, exact_moments = weight.double(), [moment.double() for moment in moments]
-    gradient = sum((dy.double().t() @ x.double() for dy, x in segments), torch.zeros(N, K, dtype=torch.float64))
+    gradient = sum(
+        (dy.double().t() @ x.double() for dy, x in segments), torch.zeros(N, K, dtype=torch.float64)
+    )
     rule64(rule, exact, gradient * (coefficient or 1.0), exact_moments, scalars)
     dense = weight.clone(), tuple(moment.clone() for moment in moments)
     factor = None if coefficient is None else torch.tensor(coefficient)

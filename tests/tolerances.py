@@ -2,9 +2,9 @@
 
 # Whole runs in fp32: end points as a fraction of the way travelled (the issue asks for 0.2 %).
 WAY_FP32 = 2e-3
-# The same for small plain models: the same products, summed in another order; Adam amplifies that where g is near 0.
+# The same for small plain models: the same products, summed in another order, which Adam amplifies near g = 0.
 WAY_FP32_SMALL = 2e-4
-# Under autocast the baseline rounds every gradient to bf16 (8 bits), which Adam's early, sign-like steps amplify.
+# Under autocast the baseline rounds gradients to bf16 (8 bits), which Adam's early, sign-like steps amplify.
 WAY_AUTOCAST = 2e-2
 # Lion: one sign that flips near 0 moves a weight by 2 lr.
 WAY_LION = 5e-3
@@ -18,7 +18,7 @@ NORM_FP32 = 1e-5
 NORM_AUTOCAST = 1e-2
 # The Gram form cancels: its error is eps times (sum of its terms' sizes / result), at most about T = 64 here.
 NORM_GRAM = 1e-4
-# Distance to the fp32 run, ours over torch's in the same dtype; the excess over 1 is the noise of a few seeds.
+# Distance to the fp32 run, ours over torch's in the same dtype; over 1 is the noise of few seeds.
 THREE_WAY = 1.1
 # The same with stochastic rounding, which keeps what rounding to nearest loses: measured 0.65.
 THREE_WAY_STOCHASTIC = 0.9

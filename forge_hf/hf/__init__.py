@@ -1,1 +1,1 @@
-"""The bridge to transformers and accelerate: the only place that imports those libraries, and only when asked."""
+"""The bridge to transformers and accelerate: the only place that imports them, and only when asked."""

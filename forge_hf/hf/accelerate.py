@@ -1,6 +1,7 @@
-"""What accelerate has to know: which micro-batch is the last, who trains a weight, and what cannot be trained exactly.
+"""What accelerate has to know: which micro-batch is the last, who trains a weight, and what cannot be exact.
 
-`Accelerator.clip_grad_norm_` needs nothing here: it calls torch.nn.utils.clip_grad_norm_, which `guards.py` makes exact.
+`Accelerator.clip_grad_norm_` needs nothing here: it calls torch.nn.utils.clip_grad_norm_, which `guards.py`
+makes exact.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ _REFUSED_TYPES = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp", "XLA": "xla", "MEGAT
 
 
 def last_micro_batch() -> bool:
-    """Whether the running micro-batch is the last of its accumulation group, as accelerate and the Trainer know it."""
+    """Whether the running micro-batch is the last of its accumulation group, as accelerate knows it."""
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     return True if state is None else bool(state().sync_gradients)
 
 
 def connect_engine(optim: Any) -> None:
-    """Post-import hook of `forge_hf.optim`: tell the engine about accumulation, and accelerate about the engine."""
+    """Post-import hook of `forge_hf.optim`: introduce the engine and accelerate to each other."""
     optim.set_last_micro_batch_probe(last_micro_batch)
     from wrapt import register_post_import_hook
 
@@ -60,7 +61,7 @@ def _looking_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _look_at(accelerator: Any, optimizer: Any) -> None:
-    """Refuse what one of ours cannot do exactly; give the weights of any other optimizer their gradients back."""
+    """Refuse what one of ours cannot do exactly; give any other optimizer's weights their gradients back."""
     from ..attach import release
     from ..optim import ForgeOptimizer
 

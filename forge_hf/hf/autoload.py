@@ -1,12 +1,12 @@
-"""Hooks that register the optimizers when transformers is imported, at next to no cost for programs that never do.
+"""Hooks that register the optimizers when transformers is imported, at next to no cost otherwise.
 
-    import torch -> entry point -> install() -> a watcher on sys.meta_path     (no wrapt, transformers, accelerate, triton)
-    first import of transformers or of forge_hf.optim -> watcher -> wrapt's post-import hooks -> registration, accelerate
+    import torch -> entry point -> install() -> a watcher on sys.meta_path; imports no wrapt, no transformers
+    first import of transformers or forge_hf.optim -> watcher -> wrapt's post-import hooks -> registration
 
-torch is usually imported in the middle of `import transformers` or `import accelerate`: the module that we wait for may
-already be running (`from transformers import Trainer` without an earlier `import torch`). Post-import hooks come too late
-for it, so its spec tells when it is done. `accelerate.accelerator` can wait for the engine (`forge_hf.optim`): accelerate
-needs to know about us only when one of our optimizers can exist.
+torch is usually imported in the middle of `import transformers`: the module that we wait for may already be
+running (`from transformers import Trainer` without an earlier `import torch`). Post-import hooks come too
+late for it, so its spec tells when it is done. `accelerate.accelerator` can wait for the engine
+(`forge_hf.optim`), because accelerate needs to know about us only when one of our optimizers can exist.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class _Watcher:
         if name not in _TRIGGERS:
             return None
         _register_hooks()
-        # Removing an entry shifts the list that the import system is iterating over, so the search starts anew here.
+        # Removing an entry shifts the list that the import system iterates over, so the search starts anew
+        # here.
         if self in sys.meta_path:
             sys.meta_path.remove(self)  # type: ignore[arg-type]
         from importlib.util import find_spec
@@ -46,7 +47,7 @@ class _Watcher:
 
 
 def install() -> None:
-    """Install the hooks; with a trigger already imported they apply at once. Calling it again changes nothing."""
+    """Install the hooks; with a trigger already imported they apply at once. Again: nothing changes."""
     if _hooked or any(isinstance(finder, _Watcher) for finder in sys.meta_path):
         return
     if any(name in sys.modules for name in _TRIGGERS):

@@ -1,4 +1,4 @@
-"""A memory line in the Trainer's logs: peak, gradients held between backward and step, optimizer state; all in bytes."""
+"""A memory line in the Trainer's logs: peak, gradients held between backward and step, moments; in bytes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def unwrapped(optimizer: Any) -> Any:
 class ForgeMemoryCallback(TrainerCallback):
     """Adds `forge/peak_bytes`, `forge/pairs_bytes` and `forge/state_bytes` to every training log.
 
-    `forge/peak_bytes` is the most memory so far, `forge/pairs_bytes` the most bytes of gradients that the optimizer held
-    before a step since the last log (0 with another optimizer), `forge/state_bytes` its moments. `ForgeTrainer` brings the
-    callback; a stock Trainer takes it in `callbacks`.
+    `forge/peak_bytes` is the most memory so far, `forge/pairs_bytes` the most bytes of gradients that the
+    optimizer held before a step since the last log (0 with another optimizer), `forge/state_bytes` its
+    moments. `ForgeTrainer` brings the callback; a stock Trainer takes it in `callbacks`.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class ForgeMemoryCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Extend the logs of training steps, and their entry in the history; evaluation metrics stay as they are."""
+        """Extend the logs of training steps, and their entry in the history; evaluation metrics stay."""
         if logs is None or "loss" not in logs:
             return
         optimizer = unwrapped(optimizer)

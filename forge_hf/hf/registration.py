@@ -4,8 +4,8 @@
     transformers.trainer        Trainer.get_optimizer_cls_and_kwargs (static) answers for our names
                                 Trainer.train refuses before DeepSpeed can swap the optimizer silently
 
-Checked with transformers 5.0.0, 5.17.0 and 5.24.0. A layout that does not fit is remembered, and raised when one of our
-names is asked for, never when transformers is imported.
+Checked with transformers 5.0.0, 5.17.0 and 5.24.0. A layout that does not fit is remembered, and raised when
+one of our names is asked for, never when transformers is imported.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def extend_training_args(module: Any) -> None:
 
 def extend_trainer(module: Any) -> None:
     """Post-import hook of `transformers.trainer`; never raises."""
-    trainer = getattr(module, "Trainer", None)
+    trainer: Any = getattr(module, "Trainer", None)
     try:
         original = vars(module.Trainer)["get_optimizer_cls_and_kwargs"]
         if not isinstance(original, staticmethod):

@@ -23,7 +23,7 @@ def optimizer_class_and_kwargs(
         name: Value of `optim`.
         class_name: Public class that it means.
         args: The TrainingArguments.
-        model: The model; it travels as `attach_to`, since the Trainer pops "model" and "params" from the keywords.
+        model: The model; it travels as `attach_to`, since the Trainer pops "model" and "params".
 
     Returns:
         The class, which takes the Trainer's param groups, and its keywords.
@@ -53,8 +53,8 @@ def optimizer_class_and_kwargs(
 def _rule_arguments(rule: Rule, args: Any) -> dict[str, Any]:
     """Betas and eps as far as the rule has them.
 
-    Lion's own betas are (0.9, 0.99). TrainingArguments cannot tell "not given" from AdamW's defaults, so a beta that
-    equals AdamW's default (0.9, 0.999) counts as not given and stays Lion's.
+    Lion's own betas are (0.9, 0.99). TrainingArguments cannot tell "not given" from AdamW's defaults, so a
+    beta that equals AdamW's default (0.9, 0.999) counts as not given and stays Lion's.
     """
     given = (args.adam_beta1, args.adam_beta2)
     if rule.name == "adamw":
@@ -99,7 +99,7 @@ def _set(variable: str) -> bool:
 
 
 def refuse_environment(args: Any) -> None:
-    """Refuse what owns the gradients or the optimizer step itself, by the arguments and by `accelerate launch`.
+    """Refuse what owns the gradients or the step itself, by the arguments and by `accelerate launch`.
 
     Raises:
         ForgeRefusal: DeepSpeed, FSDP, SageMaker, XLA, torch_compile, DataParallel, or several processes.

@@ -23,12 +23,15 @@ _REPLACED = ("adamw_torch", "adamw_torch_fused")
 class ForgeTrainer(Trainer):
     """The stock Trainer whose AdamW is `forge_adamw`; takes the same arguments.
 
-    `optim` may be one of ours, or torch's AdamW (the default of TrainingArguments), which is replaced by `forge_adamw`
-    on a copy of the arguments. A stock Trainer with `optim="forge_adamw"` and a `ForgeMemoryCallback` does the same.
+    `optim` may be one of ours, or torch's AdamW (the default of TrainingArguments), which is replaced by
+    `forge_adamw` on a copy of the arguments. A stock Trainer with `optim="forge_adamw"` and a
+    `ForgeMemoryCallback` does the same.
 
     Raises:
         ForgeConfigError: `optim` names, or `optimizers` holds, an optimizer of somebody else.
     """
+
+    args: TrainingArguments
 
     def __init__(
         self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any
@@ -39,7 +42,7 @@ class ForgeTrainer(Trainer):
             self.args = _with_forge_optimizer(self.args)
         elif not self._brings_a_forge_optimizer():
             raise ForgeConfigError(
-                "ForgeTrainer trains with a forge optimizer. Leave `optimizers` out, or use the stock Trainer."
+                "ForgeTrainer trains with a forge optimizer. Leave `optimizers` out, or use Trainer."
             )
         callbacks = self.callback_handler.callbacks
         if not any(isinstance(callback, ForgeMemoryCallback) for callback in callbacks):
