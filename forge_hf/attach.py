@@ -115,7 +115,7 @@ def attach(model: nn.Module, parameters: Iterable[Tensor], tape: Tape) -> tuple[
     report: list[PathEntry] = []
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
-        if id(parameter) not in trained:
+        if id(parameter) not in trained or not parameter.requires_grad:
             reason = "requires_grad is False" if not parameter.requires_grad else "not in the optimizer's groups"
             report.append(PathEntry(name, shape, "frozen", reason))
             continue

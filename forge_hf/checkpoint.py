@@ -93,8 +93,8 @@ def _parameter_state(
         return {}
     counts_steps = "step" in saved or optimizer.rule.name == "sgd"
     if set(saved) - {"step"} != set(names) or not counts_steps:
-        found, expected = sorted(map(str, saved)), sorted({"step", *names})
-        raise refuse("state_keys", index=index, found=found, rule=optimizer.rule.name, expected=expected)
+        keys, expected = sorted(map(str, saved)), sorted({"step", *names})
+        raise refuse("state_keys", index=index, found=keys, rule=optimizer.rule.name, expected=expected)
     result: dict[str, Any] = {"step": _step_counter(saved.get("step", 1.0), index)}
     moment_format = format_for(optimizer.config.state, parameter)
     for name in names:

@@ -130,9 +130,10 @@ def _refuse_in_place(original: Callable[..., Any], key: str) -> None:
 
     They are the same object, so the cell that holds the decorated function is replaced.
     """
+    decorated: Any = getattr(original, "__wrapped__", None)
     for cell in original.__closure__ or ():
-        if cell.cell_contents is getattr(original, "__wrapped__", None):
-            cell.cell_contents = _wrap_refusing(cell.cell_contents, key)
+        if cell.cell_contents is decorated:
+            cell.cell_contents = _wrap_refusing(decorated, key)
 
 
 def _wrap_zero_grad(original: Callable[..., None]) -> Callable[..., None]:

@@ -84,7 +84,9 @@ class _ForgeLinearFunction(torch.autograd.Function):
             x = x.to(ctx.compute_dtype)
             bias = None if bias is None else bias.to(ctx.compute_dtype)
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight if ctx.compute_dtype is None else weight.to(ctx.compute_dtype), bias)
+        y = F.linear(x, weight if ctx.compute_dtype is None else weight.to(ctx.compute_dtype), bias)
+        # Of a batch F.linear returns a view; autograd forbids in-place operations (a ReLU) on views made in here.
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:

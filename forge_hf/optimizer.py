@@ -46,14 +46,15 @@ class ForgeOptimizer(Optimizer):
     """
 
     rule: Rule
+    _model: Callable[[], nn.Module | None]
 
     def __init__(
         self, params: Any, settings: dict[str, Any], attach_to: nn.Module | None = None, options: dict[str, Any] | None = None
     ) -> None:
         if isinstance(params, nn.Module):
             attach_to = params if attach_to is None else attach_to
-            params = [parameter for parameter in params.parameters() if parameter.requires_grad]
-            if not params:
+            params = list(params.parameters())
+            if not any(parameter.requires_grad for parameter in params):
                 raise refuse("no_linear", reason="every parameter is frozen")
         if attach_to is None:
             raise refuse("no_model", name=type(self).__name__)
@@ -70,7 +71,7 @@ class ForgeOptimizer(Optimizer):
         self.tape = Tape(self._consume)
         self.tape.backward_mode = self.update_mode == "backward"
         self.tape.lagged = self.config.clip == "lagged"
-        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._model = lambda: None
         self._slots: dict[int, WeightSlot] = {}
         self._report: list[PathEntry] = []
         self._places: dict[int, tuple[int, int]] = {}
@@ -94,7 +95,7 @@ class ForgeOptimizer(Optimizer):
         names = self._names()
         for entry in parameters:
             name, parameter = entry if isinstance(entry, tuple) else (names.get(id(entry), "parameter"), entry)
-            if isinstance(parameter, Tensor):
+            if isinstance(parameter, Tensor) and parameter.requires_grad:
                 _attach.check_parameter(name, parameter)
         self.rule.validate({**self.defaults, **param_group})
         super().add_param_group({**param_group, "params": parameters})

@@ -291,7 +291,8 @@ class WeightSlot:
         self.gradient = None
         if had_gradient and not set_to_none:
             self.gradient = FactoredGradient(self.parameter, self.name)
-            self.gradient.add_pair(*(self.parameter.new_empty(0, size) for size in self.parameter.shape))
+            rows, columns = self.parameter.shape
+            self.gradient.add_pair(self.parameter.new_empty(0, rows), self.parameter.new_empty(0, columns))
         self.norm_sq = None
         self.updated = False
         self.stale = False

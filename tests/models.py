@@ -88,6 +88,13 @@ class Outside(Mlp):
         return F.gelu(self.middle(h)) + 0.3 * F.linear(h, self.middle.weight)
 
 
+class InPlace(Mlp):
+    """In-place activations and scalings on the outputs of layers."""
+
+    def body(self, h: Tensor) -> Tensor:
+        return F.relu_(self.middle(h)) + F.relu_(self.middle(h).add_(1.0))
+
+
 class Skipping(Mlp):
     """A layer that every other forward leaves out."""
 
@@ -125,6 +132,7 @@ EVERY_MODEL = [
     TiedEmbedding,
     Recurrent,
     Outside,
+    InPlace,
     Skipping,
     Checkpointed,
     ReentrantCheckpointed,

@@ -93,6 +93,9 @@ def test_parameters_that_cannot_be_updated_are_named():
         meta = build()
     refusal(lambda: ForgeAdamW(meta), r"'first.weight' is on the meta device .*to_empty")
     refusal(lambda: ForgeAdamW(build(dtype=torch.float64)), "'first.weight' has dtype torch.float64")
+    quantised = build()
+    quantised.codes = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    ForgeAdamW(quantised)  # frozen parameters may have any dtype
     mixed = build()
     mixed.norm.weight = nn.Parameter(torch.ones(24, dtype=torch.complex64))
     refusal(lambda: ForgeAdamW(mixed), "'norm.weight' has dtype torch.complex64")

@@ -1,4 +1,4 @@
-"""The swapped layer: stock outputs and input gradients, and the stock path where a pair would not be exact."""
+"""The swapped layer: stock outputs and input gradients; the stock path where a pair would not be exact."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def compare(kind: Any, calls: list[tuple[str, int]], sgd: bool, **options: Any) 
     assert way_off(model, reference, build(kind)) < WAY_FP32_SMALL
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(EVERY_MODEL), st.lists(st.sampled_from(CALLS), min_size=3, max_size=14), st.booleans())
 def test_any_order_in_step_mode(kind, calls, sgd):
     compare(kind, legal(calls), sgd)

@@ -2,7 +2,7 @@
 
 # Whole runs in fp32: end points as a fraction of the way travelled (the issue asks for 0.2 %).
 WAY_FP32 = 2e-3
-# The same for small plain models: the same products, summed in another order, which Adam amplifies near g = 0.
+# The same for small plain models: the same products summed in another order, which Adam amplifies near g = 0.
 WAY_FP32_SMALL = 2e-4
 # Under autocast the baseline rounds gradients to bf16 (8 bits), which Adam's early, sign-like steps amplify.
 WAY_AUTOCAST = 2e-2

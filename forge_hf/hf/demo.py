@@ -1,8 +1,8 @@
 """`forge-hf demo`: the same small RoBERTa trained twice by the stock Trainer, and what differed.
 
-The first run takes `optim="adamw_torch"`, the second ours; seed, data and all other arguments are the same. Each
-run is a process of its own (see `demo_worker.py`). This file starts them, compares the weights that they end with
-and gives the verdict; `demo_report.py` shows the figures.
+The first run takes `optim="adamw_torch"`, the second ours; seed, data and all other arguments are the same.
+Each run is a process of its own (see `demo_worker.py`). This file starts them, compares the weights that they
+end with and gives the verdict; `demo_report.py` shows the figures.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class DemoSettings:
         output_dir: Where `results.json` and `demo.png` go.
         hidden: Width of the model.
         layers: Its layers.
-        batch_size: Sentences per step. About 12 tokens each: few against the width, as with a large model on a
-            small card, so that the factors of a gradient are smaller than the gradient.
+        batch_size: Sentences per step. About 12 tokens each: few against the width, as with a large model on
+            a small card, so that the factors of a gradient are smaller than the gradient.
         eval_rows: Unseen sentences for the accuracy.
     """
 
@@ -93,8 +93,8 @@ class Distance:
 def weight_distance(start: dict[str, Any], one: dict[str, Any], other: dict[str, Any]) -> Distance:
     """`|one - other| / |one - start|` over all weights, and its largest value among the weight matrices.
 
-    Vectors count in the total only: the gradient of an attention key's bias is zero but for rounding, so the way
-    that it travels is noise in any run.
+    Vectors count in the total only: the gradient of an attention key's bias is zero but for rounding, so the
+    way that it travels is noise in any run.
     """
     apart_sq = way_sq = 0.0
     largest, name = 0.0, ""
@@ -230,8 +230,8 @@ def run_demo(settings: DemoSettings, console: Any) -> int:
         console.print(f"[green]The two runs agree[/]: they end within {share} of the way travelled.")
         return 0
     console.print(
-        f"[bold red]The two runs disagree[/]: they end {100 * distance.total:.3g} % of the way travelled apart; "
-        f"more than {share} is not explained by rounding (worst: {distance.name}, {100 * distance.largest:.3g} %). "
+        f"[bold red]The two runs disagree[/]: their ends are {100 * distance.total:.3g} % of the way "
+        f"apart, more than {share} (worst: {distance.name}, {100 * distance.largest:.3g} %). "
         f"Please report this with {out / 'results.json'}.",
         soft_wrap=True,
     )

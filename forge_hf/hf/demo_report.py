@@ -65,8 +65,8 @@ def notes(runs: list[dict[str, Any]], batch_size: int, steps: int) -> str:
         else "tensors on the GPU, above what was allocated before training"
     )
     return (
-        f"Model: RoBERTa class, {one['weights'] / 1e6:.1f} M fp32 weights, fp32 moments in both runs; {steps} steps "
-        f"of {batch_size} sentences, clipping at 1.0, warm-up and decay, on {one['device']}.\n"
+        f"Model: RoBERTa class, {one['weights'] / 1e6:.1f} M fp32 weights, fp32 moments in both runs; "
+        f"{steps} steps of {batch_size} sentences, clipping at 1.0, warm-up and decay, on {one['device']}.\n"
         f"Accuracy: always guessing the commoner label scores {one['majority']:.3f}.\n"
         "Seam: most gradient bytes alive between backward and step (.grad, and what is held instead).\n"
         f"Peak memory: {memory}; it contains moments, activations and gradients, not the weights."

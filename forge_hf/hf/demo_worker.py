@@ -1,8 +1,8 @@
 """One training run of `forge-hf demo`: `python -m forge_hf.hf.demo_worker SPEC.json`.
 
-The run is a process of its own, because only then is peak memory that of this run. It reports on stdout, one JSON
-object per line: `{"event": "step"}` while it trains, `{"event": "done"}` with the figures. It writes its weights
-before and after to `start.pt` and `end.pt` in the directory that the spec names.
+The run is a process of its own, because only then is peak memory that of this run. It reports on stdout, one
+JSON object per line: `{"event": "step"}` while it trains, `{"event": "done"}` with the figures. It writes its
+weights before and after to `start.pt` and `end.pt` in the directory that the spec names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EPSILON = 1e-6
 
 
 class MemoryMeter:
-    """Peak bytes above the level at which it was made: tensors on the GPU, else the process's resident memory."""
+    """Peak bytes above the level at which it was made: GPU tensors, else resident memory of the process."""
 
     def __init__(self) -> None:
         """Start to measure."""
@@ -63,7 +63,7 @@ def _resident_bytes(field: str) -> int:
 
 
 class SeamCallback(TrainerCallback):
-    """Measures each step: its time, and the gradient bytes held at the seam between backward and the optimizer."""
+    """Measures each step: its time, and the gradient bytes held at the seam between backward and step."""
 
     def __init__(self, report: bool = True) -> None:
         """Start with nothing measured; `report` tells the parent process of each step."""
