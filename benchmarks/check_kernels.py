@@ -35,13 +35,13 @@ SCALARS = {
     "lion": StepScalars(LR, 0.9, 0.99, weight_decay=0.1),
     "sgd": StepScalars(LR, weight_decay=0.1, momentum=0.9, nesterov=True),
 }
-# As in tests/kernel_cases.py, with room for sums over up to 2048 tokens in the order of a plain loop, whose rounding
-# grows with the root of their number.
+# As in tests/kernel_cases.py, with room for sums over up to 2048 tokens in the order of a plain loop, whose
+# rounding grows with the root of their number.
 ULPS = 8 * 2.0**-24
 SUM_ULP = 2.0**-24
 LR_SHARE = 1e-3
-# Tensor cores cut off, not round, while they accumulate: the Gram form's sums over N = 14336 positive terms came out
-# 1.06e-4 too small on an H200, at every T. The norm, its root, is then 5e-5 off.
+# Tensor cores cut off, not round, while they accumulate: the Gram form's sums over N = 14336 positive terms
+# came out 1.06e-4 too small on an H200, at every T. The norm, its root, is then 5e-5 off.
 NORM_RTOL = 2e-4
 
 Row = dict[str, Any]

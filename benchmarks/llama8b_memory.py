@@ -1,11 +1,12 @@
 """Peak memory and step time of whole training steps at the Llama-3.1-8B shape, one process per line.
 
-    python benchmarks/llama8b_memory.py                 # both settings of the README table; needs a GPU with 80 GB
+    python benchmarks/llama8b_memory.py               # the README table; needs a GPU with 80 GB
     python benchmarks/llama8b_memory.py --shape tiny    # seconds, on any machine, to try the script
 
 Random weights in bf16, bf16 moments everywhere, random tokens, the same batch for every optimizer. Peak is
-torch.cuda.max_memory_allocated over the timed steps; time is the median of them. Every line runs in a process of its own,
-and all lines of a table come from one call. Writes CSV to --output (default: $OUT, else the current folder).
+torch.cuda.max_memory_allocated over the timed steps; time is the median of them. Every line runs in a process
+of its own, and all lines of a table come from one call. Writes CSV to --output (default: $OUT, else the
+current folder).
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ LINES = {
     "forge_adamw backward, no clip": ("forge", "backward", None),
 }
 
-SETTINGS = {"1x512": (1, 512, False), "1x2048 checkpointing": (1, 2048, True), "4x2048 checkpointing": (4, 2048, True)}
+SETTINGS = {
+    "1x512": (1, 512, False),
+    "1x2048 checkpointing": (1, 2048, True),
+    "4x2048 checkpointing": (4, 2048, True),
+}
 
 
 def measure(line: str, setting: str, shape: str, steps: int) -> dict:
@@ -105,7 +110,9 @@ def measure(line: str, setting: str, shape: str, steps: int) -> dict:
 
 def _optimizer(kind: str, update: str, model, torch):
     if kind == "torch":
-        return torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, fused=torch.cuda.is_available())
+        return torch.optim.AdamW(
+            model.parameters(), lr=1e-5, weight_decay=0.0, fused=torch.cuda.is_available()
+        )
     if kind == "forge":
         import forge_hf
 
@@ -140,15 +147,16 @@ def main() -> None:
     for setting in arguments.settings:
         for line in arguments.lines:
             command = [sys.executable, __file__, "--one", line, setting, "--shape", arguments.shape]
-            result = subprocess.run([*command, "--steps", str(arguments.steps)], capture_output=True, text=True)
+            result = subprocess.run(
+                [*command, "--steps", str(arguments.steps)], capture_output=True, text=True
+            )
             if result.returncode:
                 print(f"{setting:22} {line:32} failed:\n{result.stderr[-1500:]}", flush=True)
                 continue
             row = json.loads(result.stdout.strip().splitlines()[-1])
             rows.append(row)
-            print(
-                f"{setting:22} {line:32} {row['step_ms']:9.1f} {row['peak_gib']:9.2f} {row['last_loss']:10.4f}", flush=True
-            )
+            figures = f"{row['step_ms']:9.1f} {row['peak_gib']:9.2f} {row['last_loss']:10.4f}"
+            print(f"{setting:22} {line:32} {figures}", flush=True)
     if rows:
         path = arguments.output / f"llama8b_memory_{arguments.shape}.csv"
         with path.open("w", newline="") as file:

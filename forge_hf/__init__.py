@@ -1,7 +1,7 @@
 """forge_hf: optimizers for Hugging Face that consume weight gradients instead of storing them.
 
-`TrainingArguments(optim="forge_adamw")` is all that a Trainer script needs. For other loops: `ForgeAdamW(model, lr=...)`.
-Importing this package imports neither transformers nor triton.
+`TrainingArguments(optim="forge_adamw")` is all that a Trainer script needs. For other loops:
+`ForgeAdamW(model, lr=...)`. Importing this package imports neither transformers nor triton.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     dense    any other trainable parameter: ordinary `.grad`
     frozen   not trained by this optimizer: untouched
 
-Attaching keeps every Parameter object and state_dict key. Attaching again, or for another optimizer, replaces the owner.
+Attaching keeps every Parameter object and state_dict key. Attaching again, or for another optimizer, replaces
+the owner.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 from .config import refuse
 from .layers import receiver_of, restore_class_, stock_class, swap_class_
-from .tape import Tape, WeightSlot, live_slots, slot_of
+from .slot import WeightSlot, live_slots, slot_of
+from .tape import Tape
 
 __all__ = ["PathEntry", "attach", "check_parameter", "detach", "release"]
 
@@ -94,7 +96,9 @@ def _why_not_pair(parameter: nn.Parameter, holders: list[tuple[str, nn.Module]])
     return None
 
 
-def attach(model: nn.Module, parameters: Iterable[Tensor], tape: Tape) -> tuple[dict[int, WeightSlot], list[PathEntry]]:
+def attach(
+    model: nn.Module, parameters: Iterable[Tensor], tape: Tape
+) -> tuple[dict[int, WeightSlot], list[PathEntry]]:
     """Swap the linear layers of `model` whose weights are among `parameters`.
 
     Args:
@@ -116,8 +120,8 @@ def attach(model: nn.Module, parameters: Iterable[Tensor], tape: Tape) -> tuple[
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         if id(parameter) not in trained or not parameter.requires_grad:
-            reason = "requires_grad is False" if not parameter.requires_grad else "not in the optimizer's groups"
-            report.append(PathEntry(name, shape, "frozen", reason))
+            frozen = "not in the optimizer's groups" if parameter.requires_grad else "requires_grad is False"
+            report.append(PathEntry(name, shape, "frozen", frozen))
             continue
         reason = _why_not_pair(parameter, owners[id(parameter)])
         if reason is not None:
@@ -126,7 +130,9 @@ def attach(model: nn.Module, parameters: Iterable[Tensor], tape: Tape) -> tuple[
             continue
         slots[id(parameter)] = _own(parameter, name, tape, [module for _, module in owners[id(parameter)]])
         layers = len(owners[id(parameter)])
-        report.append(PathEntry(name, shape, "pair", "linear layer" if layers == 1 else f"{layers} linear layers"))
+        report.append(
+            PathEntry(name, shape, "pair", "linear layer" if layers == 1 else f"{layers} linear layers")
+        )
     if not slots:
         raise refuse("no_linear", reason=_why_nothing(report))
     _hide_from_ddp(model, slots, report)
@@ -170,10 +176,10 @@ def _refuse_wrappers(model: nn.Module) -> None:
 
 
 def _hide_from_ddp(model: nn.Module, slots: dict[int, WeightSlot], report: list[PathEntry]) -> None:
-    """Keep DistributedDataParallel's reducer from waiting for gradients that never come, and from buffers for them.
+    """Hide pair weights from DistributedDataParallel's reducer, which would wait for their gradients.
 
-    DDP reads the list when it wraps the model. It wants at least one parameter of its own, so the smallest weight of a
-    model without dense parameters moves to the dense path.
+    DDP reads the list when it wraps the model. It wants at least one parameter of its own, so the smallest
+    weight of a model without dense parameters moves to the dense path.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
@@ -183,11 +189,16 @@ def _hide_from_ddp(model: nn.Module, slots: dict[int, WeightSlot], report: list[
             raise refuse("no_linear", reason="the only trained weight is left to DistributedDataParallel")
         index = next(i for i, entry in enumerate(report) if entry.name == smallest.name)
         report[index] = PathEntry(
-            smallest.name, report[index].shape, "dense", "left to DistributedDataParallel, which needs a parameter"
+            smallest.name,
+            report[index].shape,
+            "dense",
+            "left to DistributedDataParallel, which needs a parameter",
         )
         del slots[id(smallest.parameter)]
         smallest.revoke(taken_over=False)
-    hidden = [name for owned in _owners(model).values() for name, module in owned if _is_owned(name, module, slots)]
+    hidden = [
+        name for owned in _owners(model).values() for name, module in owned if _is_owned(name, module, slots)
+    ]
     model.__dict__[_DDP_IGNORE] = hidden
 
 

@@ -1,7 +1,8 @@
 """Loading of optimizer checkpoints: everything is checked before anything is changed.
 
-torch's `load_state_dict` casts state to the weight's dtype, which ruins fp32 moments of bf16 weights; this one keeps the
-dtype, and converts only when the option `state` asks for another format than the checkpoint holds.
+torch's `load_state_dict` casts state to the weight's dtype, which ruins fp32 moments of bf16 weights; this
+one keeps the dtype, and converts only when the option `state` asks for another format than the checkpoint
+holds.
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ def load_(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> None:
     groups = _new_groups(optimizer, state_dict)
     state = _new_state(optimizer, state_dict, groups)
     optimizer.__setstate__({"state": state, "param_groups": groups})
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
 
 
 def _looks_like_a_state_dict(state_dict: Any) -> bool:
     if not isinstance(state_dict, dict) or not isinstance(state_dict.get("state"), dict):
         return False
     groups = state_dict.get("param_groups")
-    return isinstance(groups, list) and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
+    return isinstance(groups, list) and all(
+        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
+    )
 
 
 def _new_groups(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
@@ -59,7 +62,11 @@ def _new_groups(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> list[d
         missing = [key for key in optimizer.rule.defaults if key not in saved]
         if missing:
             raise refuse("state_file", problem=f"its groups lack {', '.join(missing)}")
-        merged = {**optimizer.rule.fixed, **deepcopy({k: v for k, v in saved.items() if k not in kept}), **kept}
+        merged = {
+            **optimizer.rule.fixed,
+            **deepcopy({k: v for k, v in saved.items() if k not in kept}),
+            **kept,
+        }
         optimizer.rule.validate(merged)
         groups.append(merged)
     return groups
@@ -76,7 +83,9 @@ def _new_state(
         if key in saved_state:
             state[parameter] = _parameter_state(optimizer, group, parameter, index, saved_state.pop(key))
     if saved_state:
-        raise refuse("state_file", problem=f"it holds state for unknown parameters {sorted(map(str, saved_state))[:3]}")
+        raise refuse(
+            "state_file", problem=f"it holds state for unknown parameters {sorted(map(str, saved_state))[:3]}"
+        )
     return state
 
 

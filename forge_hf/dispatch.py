@@ -1,7 +1,8 @@
 """The one choice between the two backends: Triton kernels, or plain torch.
 
-`FORGE_HF_BACKEND` is "auto" (Triton for weights on a GPU that it supports, else torch), "triton" or "reference".
-Both backends offer `wgrad_update_`, `dense_update_` and `wgrad_norm_sq` with the same arguments (see `reference.py`).
+`FORGE_HF_BACKEND` is "auto" (Triton for weights on a GPU that it supports, else torch), "triton" or
+"reference". Both backends offer `wgrad_update_`, `dense_update_` and `wgrad_norm_sq` with the same arguments
+(see `reference.py`).
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ def backend_for(weight: Tensor) -> ModuleType:
         if choice == "triton":
             raise ForgeConfigError(
                 f"FORGE_HF_BACKEND='triton' cannot update this weight ({weight.device}, "
-                f"contiguous={weight.is_contiguous()}). Fix: install triton and use a GPU, or FORGE_HF_BACKEND=auto."
+                f"contiguous={weight.is_contiguous()}). "
+                "Fix: install triton and use a GPU, or FORGE_HF_BACKEND=auto."
             )
     return reference
 
 
 def backend_name(weight: Tensor) -> str:
-    """"triton" or "reference", for reports."""
+    """Name of the backend that updates `weight`, "triton" or "reference"."""
     return "reference" if backend_for(weight) is reference else "triton"

@@ -7,8 +7,9 @@ For Y = X W^T the gradient is G = dY^T X. Everything that anybody asks of G can 
     projection    G Q = dY^T (X Q),  P^T G = (dY P)^T X
     update        tile by tile in a fused kernel (`optim.py` does that)
 
-Bound: pairs cost T (N + K) elements, the dense gradient N K. As soon as the pairs of a weight would cost more, they are
-summed into one dense buffer of the dtype that autograd would have used, so memory never exceeds what torch needs.
+Bound: pairs cost T (N + K) elements, the dense gradient N K. As soon as the pairs of a weight would cost
+more, they are summed into one dense buffer of the dtype that autograd would have used, so memory never
+exceeds what torch needs.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class FactoredGradient:
 
     Attributes:
         segments: Held pairs, oldest first.
-        buffer: Dense sum (N, K) in the weight's dtype, or None. Either `segments` or `buffer` is in use, not both.
+        buffer: Dense sum (N, K) in the weight's dtype, or None. Either `segments` or `buffer` is in use, not
+            both.
         coefficient: 0-d fp32 tensor that multiplies everything (clipping, unscaling), or None for 1.
     """
 
@@ -84,7 +86,11 @@ class FactoredGradient:
 
     def storages(self) -> dict[int, int]:
         """Bytes of each storage that is held, by address, so that tensors sharing one count once."""
-        tensors = [self.buffer] if self.buffer is not None else [t for segment in self.segments for t in segment[:2]]
+        tensors = (
+            [self.buffer]
+            if self.buffer is not None
+            else [t for segment in self.segments for t in segment[:2]]
+        )
         return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
     def held_bytes(self) -> int:
@@ -97,8 +103,8 @@ class FactoredGradient:
         Args:
             dy_TN: (T, N), gradient of the layer's output.
             x_TK: (T, K), its input, same dtype.
-            bounded: Sum into a dense buffer when the pairs would need more memory than it. False for a pair that is
-                consumed at once.
+            bounded: Sum into a dense buffer when the pairs would need more memory than it. False for a pair
+                that is consumed at once.
         """
         self._fold_coefficient()
         self._norm_sq = None
@@ -140,7 +146,9 @@ class FactoredGradient:
             ForgeRefusal: a held tensor was written to since it was handed over.
         """
         for segment in self.segments:
-            for tensor, version, what in zip(segment[:2], segment.versions, ("output gradient", "input"), strict=True):
+            for tensor, version, what in zip(
+                segment[:2], segment.versions, ("output gradient", "input"), strict=True
+            ):
                 if _version(tensor) != version:
                     raise refuse("pair_modified", what=what, param=self.name)
         return [(segment.dy_TN, segment.x_TK) for segment in self.segments]

@@ -1,6 +1,7 @@
 """torch functions that look at `.grad`, made aware of gradients that have none.
 
-Installed when the first model is attached. Each wrapper calls the original at once when no attached weight is involved.
+Installed when the first model is attached. Each wrapper calls the original at once when no attached weight is
+involved.
 
     torch.nn.utils.clip_grad_norm_      exact (also when called by accelerate and the Trainer)
     a copy of it imported earlier       raises where it would clip only part of the gradients
@@ -22,7 +23,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .config import refuse
-from .tape import WeightSlot, live_slots
+from .slot import WeightSlot, live_slots
 
 __all__ = ["clip_slots_and_grads_", "install"]
 
@@ -59,7 +60,9 @@ def clip_slots_and_grads_(
     device = squares[0].device
     total_norm = torch.stack([square.to(device) for square in squares]).sum().sqrt()
     if error_if_nonfinite and not torch.isfinite(total_norm):
-        raise RuntimeError(f"The total norm of the gradients is {total_norm.item()}, so it cannot be clipped.")
+        raise RuntimeError(
+            f"The total norm of the gradients is {total_norm.item()}, so it cannot be clipped."
+        )
     if max_norm == float("inf"):
         return total_norm
     if applied and not all(slot.tape.lagged for slot in applied):

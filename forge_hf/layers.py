@@ -3,9 +3,10 @@
     forward    Y = X W^T + b                        as nn.Linear
     backward   dX = dY W  (first, from the old W);  receiver.receive(dY, X);  db = sum_t dY;  no dW
 
-The layer keeps its Parameter, its state_dict keys and its stock class name in pickles; only `forward` differs. It knows
-no optimizer: a `Receiver` decides what becomes of the pair. Whenever the pair path would not be exact (gradient hooks on
-the weight, functional calls, tracing, `torch.autograd.grad` for the weight) the layer behaves as nn.Linear does.
+The layer keeps its Parameter, its state_dict keys and its stock class name in pickles; only `forward`
+differs. It knows no optimizer: a `Receiver` decides what becomes of the pair. Whenever the pair path would
+not be exact (gradient hooks on the weight, functional calls, tracing, `torch.autograd.grad` for the weight)
+the layer behaves as nn.Linear does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from torch import Tensor, nn
 
 from .config import refuse
 
-__all__ = ["ForgeLinear", "Receiver", "in_backward", "receiver_of", "restore_class_", "stock_class", "swap_class_"]
+__all__ = [
+    "ForgeLinear",
+    "Receiver",
+    "in_backward",
+    "receiver_of",
+    "restore_class_",
+    "stock_class",
+    "swap_class_",
+]
 
 _RECEIVER = "_forge_receiver"
 
@@ -62,7 +71,7 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _weight_gradient_goes_to(ctx: Any) -> str:
-    """Who wants dW in this backward: "grad" (plain backward), "nobody", or "caller" (`torch.autograd.grad`)."""
+    """Who wants dW in this backward: "grad", "nobody", or "caller" (`torch.autograd.grad`)."""
     accumulator = ctx.next_functions[1][0]
     if accumulator is None:
         return "nobody"
@@ -80,12 +89,14 @@ class _ForgeLinearFunction(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.x_dtype = x.dtype
         if ctx.compute_dtype is not None:
-            # Cast here, past autocast's weight cache: a cached copy made without grad would cut off other users of W.
+            # Cast here, past autocast's weight cache: a cached copy made without grad would cut off other
+            # users of W.
             x = x.to(ctx.compute_dtype)
             bias = None if bias is None else bias.to(ctx.compute_dtype)
         ctx.save_for_backward(x, weight)
         y = F.linear(x, weight if ctx.compute_dtype is None else weight.to(ctx.compute_dtype), bias)
-        # Of a batch F.linear returns a view; autograd forbids in-place operations (a ReLU) on views made in here.
+        # Of a batch F.linear returns a view; autograd forbids in-place operations (a ReLU) on views made in
+        # here.
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
@@ -110,7 +121,11 @@ def _hand_over(ctx: Any, receiver: Receiver, dy_TN: Tensor, x_TK: Tensor, weight
     wanted_by = _weight_gradient_goes_to(ctx)
     if wanted_by == "nobody":
         return None
-    if wanted_by == "caller" or torch.is_grad_enabled() or not (receiver.active() and _is_plain(receiver.parameter)):
+    if (
+        wanted_by == "caller"
+        or torch.is_grad_enabled()
+        or not (receiver.active() and _is_plain(receiver.parameter))
+    ):
         if wanted_by == "grad":
             receiver.receive_elsewhere()
         return (dy_TN.t() @ x_TK).to(weight.dtype)
@@ -140,14 +155,14 @@ class ForgeLinear(nn.Linear):
         return _ForgeLinearFunction.apply(x, weight, self.bias, receiver)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and deep-copy as the stock layer: a copy belongs to no optimizer and needs no forge_hf to load."""
+        """Pickle and deep-copy as the stock layer: a copy has no optimizer, and loads without forge_hf."""
         state = {key: value for key, value in self.__dict__.items() if key != _RECEIVER}
         # pickle refuses __newobj__ for a class other than the object's own.
         return (copyreg._reconstructor, (stock_class(type(self)), object, None), state)  # type: ignore[attr-defined]
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether nothing but the optimizer looks at the gradient; hooks may also come between forward and backward."""
+    """Whether only the optimizer looks at the gradient; hooks may come after forward, too."""
     return weight.requires_grad and not weight._backward_hooks and not weight._post_accumulate_grad_hooks
 
 
@@ -162,7 +177,7 @@ def _pair_path_is_exact(receiver: Receiver, weight: Tensor) -> bool:
     )
 
 
-_SWAPPED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: ForgeLinear}
+_SWAPPED: dict[type[nn.Module], type[ForgeLinear]] = {nn.Linear: ForgeLinear}
 
 
 def stock_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -177,7 +192,9 @@ def swap_class_(module: nn.Linear, receiver: Receiver) -> None:
     """Make `module` hand its pairs to `receiver`; a second call replaces the receiver."""
     cls = stock_class(type(module))
     if cls not in _SWAPPED:
-        _SWAPPED[cls] = type(cls.__name__, (ForgeLinear, cls), {"__module__": __name__, "__doc__": cls.__doc__})
+        _SWAPPED[cls] = type(
+            cls.__name__, (ForgeLinear, cls), {"__module__": __name__, "__doc__": cls.__doc__}
+        )
     module.__class__ = _SWAPPED[cls]
     module.__dict__[_RECEIVER] = receiver
 

@@ -1,6 +1,7 @@
 """The optimizers by name, and clipping: what users construct and call.
 
-`ForgeAdamW`, `ForgeLion` and `ForgeSGD` differ in their rule and its settings only; `optimizer.py` holds what they share.
+`ForgeAdamW`, `ForgeLion` and `ForgeSGD` differ in their rule and its settings only; `optimizer.py` holds what
+they share.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from .optimizer import ForgeOptimizer
 from .rules import ADAMW, LION, SGD
 from .tape import set_last_micro_batch_probe
 
-__all__ = ["ForgeAdamW", "ForgeLion", "ForgeOptimizer", "ForgeSGD", "clip_grad_norm_", "set_last_micro_batch_probe"]
+__all__ = [
+    "ForgeAdamW",
+    "ForgeLion",
+    "ForgeOptimizer",
+    "ForgeSGD",
+    "clip_grad_norm_",
+    "set_last_micro_batch_probe",
+]
 
 
 class ForgeAdamW(ForgeOptimizer):
@@ -122,10 +130,13 @@ def clip_grad_norm_(
         0-d fp32 tensor: the norm before clipping.
 
     Raises:
-        ForgeRefusal: another norm type, or the updates already ran (`update="backward"`) and `max_norm` is finite.
+        ForgeRefusal: another norm type, or the updates already ran (`update="backward"`) and `max_norm` is
+            finite.
         TypeError: `optimizer` is not a forge optimizer.
     """
-    while not isinstance(optimizer, ForgeOptimizer) and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+    while not isinstance(optimizer, ForgeOptimizer) and isinstance(
+        getattr(optimizer, "optimizer", None), Optimizer
+    ):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, ForgeOptimizer):
         raise TypeError(f"clip_grad_norm_ takes a forge optimizer, not {type(optimizer).__name__}.")

@@ -1,10 +1,11 @@
 """ForgeOptimizer: a torch optimizer that consumes factored gradients.
 
     step mode      backward fills the tape; clip_grad_norm_ measures it; step() runs the fused updates
-    backward mode  each weight is updated in backward as soon as its gradient is complete; step() does the rest
+    backward mode  each weight is updated in backward once its gradient is complete; step() does the rest
 
-Everything else is torch's optimizer contract: param groups that schedulers write to, state under torch's keys, hooks,
-closures, state_dict. See `checkpoint.py` for loading and `attach.py` for which parameter takes which path.
+Everything else is torch's optimizer contract: param groups that schedulers write to, state under torch's
+keys, hooks, closures, state_dict. See `checkpoint.py` for loading and `attach.py` for which parameter takes
+which path.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from . import attach as _attach
 from . import checkpoint, guards
 from .attach import PathEntry
 from .config import ForgeConfig, refuse
-from .dispatch import backend_for
 from .gradient import FactoredGradient
 from .rules import Rule
-from .state import format_for, rounding_key, state_bytes
-from .tape import Tape, WeightSlot
+from .slot import WeightSlot
+from .state import state_bytes
+from .tape import Tape
+from .update import apply_
 
 __all__ = ["ForgeOptimizer"]
 
@@ -49,7 +51,11 @@ class ForgeOptimizer(Optimizer):
     _model: Callable[[], nn.Module | None]
 
     def __init__(
-        self, params: Any, settings: dict[str, Any], attach_to: nn.Module | None = None, options: dict[str, Any] | None = None
+        self,
+        params: Any,
+        settings: dict[str, Any],
+        attach_to: nn.Module | None = None,
+        options: dict[str, Any] | None = None,
     ) -> None:
         if isinstance(params, nn.Module):
             attach_to = params if attach_to is None else attach_to
@@ -78,8 +84,6 @@ class ForgeOptimizer(Optimizer):
         # The model keeps the slots alive; a dropped optimizer must not leave pairs in them.
         weakref.finalize(self, self.tape.discard).atexit = False
 
-    # -- what torch's optimizers offer ---------------------------------------------------------------------------
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group; linear weights of the attached model in it take the pair path.
 
@@ -94,7 +98,9 @@ class ForgeOptimizer(Optimizer):
             parameters = list(parameters)
         names = self._names()
         for entry in parameters:
-            name, parameter = entry if isinstance(entry, tuple) else (names.get(id(entry), "parameter"), entry)
+            name, parameter = (
+                entry if isinstance(entry, tuple) else (names.get(id(entry), "parameter"), entry)
+            )
             if isinstance(parameter, Tensor) and parameter.requires_grad:
                 _attach.check_parameter(name, parameter)
         self.rule.validate({**self.defaults, **param_group})
@@ -124,8 +130,8 @@ class ForgeOptimizer(Optimizer):
         try:
             with torch.no_grad():
                 self._require_applicable()
-                for group, parameter in self._walk():
-                    done += self._update(group, parameter)
+                for _, parameter in self._walk():
+                    done += self._update(parameter)
         except BaseException:
             done += sum(slot.updated for slot in self.tape.slots)
             begun = self.tape.begun
@@ -144,13 +150,13 @@ class ForgeOptimizer(Optimizer):
         self.tape.zero_grad(self.tape.slots, set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors under torch's keys; loads with `weights_only=True`, also into torch's own optimizer."""
+        """Plain tensors under torch's keys; they load with `weights_only=True`, in torch's optimizer too."""
         if self.tape.lagged_coefficient is not None:
             self.param_groups[0]["lagged_clip_coefficient"] = self.tape.lagged_coefficient
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this class or of torch's own optimizer for the same rule, without casting moments.
+        """Load a checkpoint of this class, or of torch's optimizer for the same rule, without casts.
 
         Raises:
             ForgeRefusal: the checkpoint does not fit; nothing is loaded then.
@@ -175,16 +181,14 @@ class ForgeOptimizer(Optimizer):
         if "tape" not in self.__dict__:
             self._prepare_engine()
 
-    # -- what is ours --------------------------------------------------------------------------------------------
-
     @property
     def update_mode(self) -> str:
-        """ "backward" or "step"; "auto" is "step", since code between backward and step may need all gradients."""
+        """When updates run: "backward" or "step", which "auto" means where nothing else is known."""
         return "backward" if self.config.update == "backward" else "step"
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Mark micro-batches that are not the last of their accumulation group (only `backward` mode needs it).
+        """Mark micro-batches that are not the last of their group (only `backward` mode needs it).
 
         accelerate and the Trainer say so by themselves.
         """
@@ -194,7 +198,9 @@ class ForgeOptimizer(Optimizer):
         finally:
             self.tape.hold_depth -= 1
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
         """Clip the gradients of all param groups by their joint norm; see `forge_hf.clip_grad_norm_`."""
         parameters = [parameter for _, parameter in self._walk()]
         with torch.no_grad():
@@ -256,13 +262,13 @@ class ForgeOptimizer(Optimizer):
             _attach.detach(model)
         self._slots = {}
 
-    # -- the update ----------------------------------------------------------------------------------------------
-
     def _attach(self) -> None:
         guards.install()
         model = self._model()
         assert model is not None
-        self._slots, self._report = _attach.attach(model, [parameter for _, parameter in self._walk()], self.tape)
+        self._slots, self._report = _attach.attach(
+            model, [parameter for _, parameter in self._walk()], self.tape
+        )
 
     def _names(self) -> dict[int, str]:
         model = self._model()
@@ -274,7 +280,7 @@ class ForgeOptimizer(Optimizer):
                 yield group, parameter
 
     def _place(self, parameter: Tensor) -> tuple[dict[str, Any], int]:
-        """Group of a parameter, looked up anew since accelerate and checkpoints replace the dicts, and its number."""
+        """Group (looked up anew: accelerate and checkpoints replace the dicts) and number of a parameter."""
         if not self._places:
             number = 0
             for index, group in enumerate(self.param_groups):
@@ -286,14 +292,13 @@ class ForgeOptimizer(Optimizer):
 
     def _consume(self, slot: WeightSlot) -> None:
         """Update a weight inside backward."""
-        group, _ = self._place(slot.parameter)
         with torch.no_grad():
             gradient = slot.take()
             assert gradient is not None
             if self.tape.lagged_coefficient is not None and self.tape.lagged:
                 gradient.scale_(self.tape.lagged_coefficient)
             slot.updated = True
-            slot.norm_sq = self._apply(group, slot.parameter, gradient, want_norm_sq=True)
+            slot.norm_sq = self._apply(slot.parameter, gradient, want_norm_sq=True)
 
     def _require_applicable(self) -> None:
         for slot in self.tape.slots:
@@ -302,7 +307,7 @@ class ForgeOptimizer(Optimizer):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise refuse("sparse_grad", param=self._names().get(id(parameter), "parameter"))
 
-    def _update(self, group: dict[str, Any], parameter: Tensor) -> int:
+    def _update(self, parameter: Tensor) -> int:
         """Update one parameter in step(); returns how many were updated here."""
         slot = self._slots.get(id(parameter))
         if slot is not None and slot.active():
@@ -310,48 +315,18 @@ class ForgeOptimizer(Optimizer):
                 gradient = slot.take()
                 if gradient is None:
                     return 0
-                self._apply(group, slot.parameter, gradient, want_norm_sq=False)
+                self._apply(slot.parameter, gradient)
                 slot.updated = True
                 return 0
         if parameter.grad is None:
             return 0
-        self._apply(group, parameter, parameter.grad, want_norm_sq=False)
+        self._apply(parameter, parameter.grad)
         return 1
 
     def _apply(
-        self, group: dict[str, Any], parameter: Tensor, gradient: FactoredGradient | Tensor, want_norm_sq: bool
+        self, parameter: Tensor, gradient: FactoredGradient | Tensor, want_norm_sq: bool = False
     ) -> Tensor | None:
-        """Run the fused update of one parameter and count its step."""
-        _, number = self._place(parameter)
-        state = self._state_of(group, parameter)
-        step = int(state["step"]) + 1
-        arguments = {
-            "moments": tuple(state[name] for name in self.rule.moment_names(group)),
-            "rule": self.rule.name,
-            "scalars": self.rule.scalars(group, step),
-            "rng_key": rounding_key(self.config.seed, step, number) if self.config.rounding == "stochastic" else None,
-        }
-        backend, weight, norm_sq = backend_for(parameter), parameter.detach(), None
+        group, number = self._place(parameter)
         self.tape.begun = True
-        if isinstance(gradient, Tensor):
-            backend.dense_update_(weight, gradient, **arguments)
-        elif gradient.buffer is not None:
-            norm_sq = gradient.unscaled_norm_sq() if want_norm_sq else None
-            backend.dense_update_(weight, gradient.buffer, coefficient=gradient.coefficient, **arguments)
-        else:
-            norm_sq = backend.wgrad_update_(
-                weight, gradient.pairs(), coefficient=gradient.coefficient, want_norm_sq=want_norm_sq, **arguments
-            )
-        # A kernel's store does not move the version counter; another graph node that saved W must notice.
-        torch.autograd.graph.increment_version(parameter)
-        state["step"] += 1
-        return norm_sq
-
-    def _state_of(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         state = self.state[parameter]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-        for name in self.rule.moment_names(group):
-            if name not in state:
-                state[name] = format_for(self.config.state, parameter).allocate(parameter)
-        return state
+        return apply_(self.rule, self.config, group, state, parameter, number, gradient, want_norm_sq)

@@ -1,11 +1,12 @@
-"""The backend operations in plain torch: the oracle of the tests, and the path on CPU and on cards without Triton.
+"""The backend operations in plain torch: the oracle of the tests, and the path without Triton.
 
     wgrad_update_   W, moments <- rule(W, moments, c * sum_s dY_s^T X_s)     rows of W at a time
     dense_update_   W, moments <- rule(W, moments, c * G)
     wgrad_norm_sq   || sum_s dY_s^T X_s ||_F^2
 
-Legend: T tokens, N out features, K in features; dy_TN is (T, N), x_TK is (T, K), w_NK is (N, K). Everything is computed
-in fp32 whatever the storage. Work goes in chunks of rows, so that no N x K gradient exists at any time.
+Legend: T tokens, N out features, K in features; dy_TN is (T, N), x_TK is (T, K), w_NK is (N, K). Everything
+is computed in fp32 whatever the storage. Work goes in chunks of rows, so that no N x K gradient exists at any
+time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Segment = tuple[Tensor, Tensor]
 
 
 def plain_math(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `function` without grad and outside autocast, which would round gradients to 16 bits in its matmuls.
+    """Run `function` without grad and outside autocast, whose matmuls would round to 16 bits.
 
     The device is that of the first argument: a tensor, an object with a `device`, or a list of segments.
     """
@@ -52,7 +53,9 @@ def plain_math(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def random_bits(count: int, rng_key: int, stream: int, start_index: int = 0, device: torch.device | str = "cpu") -> Tensor:
+def random_bits(
+    count: int, rng_key: int, stream: int, start_index: int = 0, device: torch.device | str = "cpu"
+) -> Tensor:
     """Hash (key, stream, element index) to 32 bits, the same ones as the kernels draw.
 
     Args:
@@ -75,7 +78,9 @@ def random_bits(count: int, rng_key: int, stream: int, start_index: int = 0, dev
     return bits ^ (bits >> 16)
 
 
-def round_stochastic(values: Tensor, dtype: torch.dtype, rng_key: int, stream: int, start_index: int = 0) -> Tensor:
+def round_stochastic(
+    values: Tensor, dtype: torch.dtype, rng_key: int, stream: int, start_index: int = 0
+) -> Tensor:
     """Round fp32 `values` to bf16 or fp16 up or down at random, so that the expectation is the value itself.
 
     Args:
@@ -150,7 +155,7 @@ def _update_rows_(
     rng_key: int | None,
     start_index: int,
 ) -> None:
-    """Update one chunk; `Tensor.float` copies 16-bit storage and aliases fp32 storage, which is then updated in place."""
+    """Update one chunk; `Tensor.float` copies 16-bit storage, and fp32 storage is updated in place."""
     w = weight.float()
     new_moments = [moment.float() for moment in moments]
     _ARITHMETIC[rule](w, grad, new_moments, scalars)
@@ -193,7 +198,8 @@ def wgrad_update_(
     Args:
         weight: (N, K), fp32, bf16 or fp16, updated in place.
         segments: Pairs (dy_TN, x_TK) of one floating dtype each; T may differ between pairs and may be 0.
-        moments: Tensors of weight's shape, fp32 or bf16, in the order of `Rule.moment_names`, updated in place.
+        moments: Tensors of weight's shape, fp32 or bf16, in the order of `Rule.moment_names`, updated in
+            place.
         rule: "adamw", "lion" or "sgd".
         scalars: Numbers of this update.
         coefficient: 0-d fp32 tensor that multiplies the gradient, or None for 1.
@@ -228,7 +234,7 @@ def dense_update_(
     coefficient: Tensor | None = None,
     rng_key: int | None = None,
 ) -> None:
-    """Update a parameter of any shape from its gradient; arguments as in `wgrad_update_`, `grad` has weight's shape."""
+    """Update a parameter of any shape from its gradient of that shape; the rest as in `wgrad_update_`."""
     if weight.dim() == 0:
         weight, grad, moments = weight.view(1), grad.view(1), [moment.view(1) for moment in moments]
     columns = weight.shape[1:].numel()
@@ -276,7 +282,7 @@ def _norm_sq_gram(segments: Sequence[Segment]) -> Tensor:
 
 @plain_math
 def accumulate_dense_(buffer: Tensor, dy_TN: Tensor, x_TK: Tensor) -> None:
-    """buffer += dY^T X with fp32 accumulation and temporaries far smaller than the buffer.
+    """Buffer += dY^T X with fp32 accumulation and temporaries far smaller than the buffer.
 
     Args:
         buffer: (N, K) in the dtype that autograd would have given the gradient.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from .attach import PathEntry
+from .slot import live_slots
 
 if TYPE_CHECKING:
     from .optimizer import ForgeOptimizer
@@ -18,15 +21,24 @@ def _pattern(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
-def explain(optimizer: ForgeOptimizer) -> str:
-    """What is fused, in which mode and format, and why the rest is not."""
+def explain(target: Any) -> str:
+    """What is fused, in which mode and format, and why the rest is not.
+
+    Args:
+        target: A forge optimizer, accelerate's wrapper around one, or a model that one is attached to.
+
+    Raises:
+        TypeError: no forge optimizer can be found from `target`.
+    """
+    optimizer = _optimizer_of(target)
     entries = optimizer.report()
     total = sum(_numel(entry) for entry in entries if entry.path != "frozen")
     paired = sum(_numel(entry) for entry in entries if entry.path == "pair")
     config = optimizer.config
     lines = [
-        f"{type(optimizer).__name__}: update={optimizer.update_mode}, clip={config.clip}, state={config.state}, "
-        f"rounding={config.rounding}. {paired / max(total, 1):.1%} of {total:,} trained weights need no stored gradient."
+        f"{type(optimizer).__name__}: update={optimizer.update_mode}, clip={config.clip}, "
+        f"state={config.state}, rounding={config.rounding}. "
+        f"{paired / max(total, 1):.1%} of {total:,} trained weights need no stored gradient."
     ]
     grouped: dict[tuple[str, str, str], list[PathEntry]] = defaultdict(list)
     for entry in entries:
@@ -42,3 +54,14 @@ def _numel(entry: PathEntry) -> int:
     for size in entry.shape:
         result *= size
     return result
+
+
+def _optimizer_of(target: Any) -> ForgeOptimizer:
+    if isinstance(target, nn.Module):
+        slots = live_slots(target.parameters())
+        owner = slots[0].tape.owner() if slots else None
+    else:
+        owner = target if hasattr(target, "report") else getattr(target, "optimizer", None)
+    if owner is None or not hasattr(owner, "report"):
+        raise TypeError(f"explain() found no forge optimizer in this {type(target).__name__}.")
+    return owner

@@ -1,13 +1,14 @@
 """Update rules by name: which moments they keep, their defaults and the valid range of each.
 
-The arithmetic itself is written once per backend (`reference.py`, `kernels/rules.py`); this file knows only what a
-rule needs, so that optimizer, state and checkpoints treat all rules alike.
+The arithmetic itself is written once per backend (`reference.py`, `kernels/rules.py`); this file knows only
+what a rule needs, so that optimizer, state and checkpoints treat all rules alike.
 
     adamw  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  w = w (1 - lr wd) - lr (m/c1) / (sqrt(v/c2) + eps)
     lion   u = sign(b1 m + (1-b1) g);  m = b2 m + (1-b2) g;  w = w (1 - lr wd) - lr u
     sgd    d = g + wd w;  b = mu b + d;  w = w - lr (d + mu b if nesterov else b)
 
-Sources: Loshchilov and Hutter 2019 (AdamW, as in torch.optim.AdamW), Chen et al. 2023 (Lion), torch.optim.SGD.
+Sources: Loshchilov and Hutter 2019 (AdamW, as in torch.optim.AdamW), Chen et al. 2023 (Lion),
+torch.optim.SGD.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def _in_range(name: str, value: Any, low: float, high: float, open_end: bool = F
 ADAMW = Rule(
     name="adamw",
     defaults={"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2},
-    # torch.optim.AdamW takes a missing `decoupled_weight_decay` for Adam's L2 decay, so a checkpoint must carry it.
+    # torch.optim.AdamW takes a missing `decoupled_weight_decay` for Adam's L2 decay, so a checkpoint must
+    # carry it.
     fixed={
         "amsgrad": False,
         "maximize": False,

@@ -1,7 +1,7 @@
 """Storage of the moments: plain tensors in, plain tensors out.
 
-A format says in which dtype a moment lives and how a tensor of another format becomes one. The update kernels read and
-write the stored form; the rest of the code only allocates, converts and counts.
+A format says in which dtype a moment lives and how a tensor of another format becomes one. The update kernels
+read and write the stored form; the rest of the code only allocates, converts and counts.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ FORMATS: dict[str, MomentFormat] = {
 
 
 def format_for(option: str, weight: Tensor) -> MomentFormat:
-    """Format of `weight`'s moments: the `state` option, where "auto" is fp32 for fp32 weights and bf16 for 16-bit ones."""
+    """Format of `weight`'s moments; "auto" is fp32 for fp32 weights and bf16 for 16-bit ones."""
     if option == "auto":
         option = "fp32" if weight.dtype == torch.float32 else "bf16"
     return FORMATS[option]
 
 
 def rounding_key(seed: int, step: int, index: int) -> int:
-    """Mix (seed, step, parameter index) into the 32-bit key of one update, so that a resumed run rounds alike."""
+    """Mix (seed, step, parameter index) into the 32-bit key of one update; a resumed run rounds alike."""
     key = (seed ^ 0x9E3779B9) & 0xFFFFFFFF
     for value in (step, index):
         key = (key ^ (value & 0xFFFFFFFF)) * 0x85EBCA6B & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""Test session set-up: kernels run in Triton's interpreter where there is no GPU; nothing reaches the network."""
+"""Session set-up: kernels run in Triton's interpreter without a GPU; nothing reaches the network."""
 
 import os
 

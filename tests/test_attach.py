@@ -297,3 +297,13 @@ def test_rebuilding_optimizers_does_not_stack():
     train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2), steps=3)
     assert way_off(model, reference, build()) < WAY_FP32_SMALL
     assert len(optimizer.tape.slots) == 3
+
+
+def test_explain_takes_the_model_the_optimizer_or_its_wrapper():
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = forge_hf.ForgeAdamW(model, lr=1e-3)
+    text = forge_hf.explain(optimizer)
+    assert forge_hf.explain(model) == text == optimizer.explain()
+    assert "pair   *.weight [4, 4]: linear layer" in text
+    with pytest.raises(TypeError, match="no forge optimizer in this Linear"):
+        forge_hf.explain(nn.Linear(2, 2))

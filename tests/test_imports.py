@@ -18,11 +18,17 @@ PACKAGE = Path(forge_hf.__file__).parent
 
 # Imports go from later lines to the same or earlier ones.
 LEVELS = [
-    ["config", "scalars"],
+    ["refusals", "scalars"],
+    ["config"],
     ["kernels", "reference"],
     ["state", "rules", "dispatch"],
     ["gradient", "layers"],
-    ["tape", "attach", "guards", "checkpoint", "report", "optimizer", "optim", "distributed"],
+    ["slot"],
+    ["tape"],
+    ["attach", "guards", "update", "checkpoint"],
+    ["report"],
+    ["optimizer", "distributed"],
+    ["optim"],
     ["hf"],
     ["cli"],
 ]

@@ -50,10 +50,14 @@ SCHEDULES = {
     SchedulerType.REDUCE_ON_PLATEAU: {"patience": 0},
 }
 SCHEDULES.update(
-    {SchedulerType[name]: extra for name, extra in {
-        "COSINE_WARMUP_WITH_MIN_LR": {"min_lr": 1e-5},
-        "WARMUP_STABLE_DECAY": {"num_decay_steps": 3},
-    }.items() if name in SchedulerType.__members__}
+    {
+        SchedulerType[name]: extra
+        for name, extra in {
+            "COSINE_WARMUP_WITH_MIN_LR": {"min_lr": 1e-5},
+            "WARMUP_STABLE_DECAY": {"num_decay_steps": 3},
+        }.items()
+        if name in SchedulerType.__members__
+    }
 )
 
 
@@ -65,7 +69,9 @@ def test_every_scheduler_with_warmup(tmp_path, schedule):
         "lr_scheduler_kwargs": SCHEDULES.get(schedule, {}),
     }
     if schedule is SchedulerType.REDUCE_ON_PLATEAU:
-        settings.update(eval_strategy="steps", eval_steps=2, save_strategy="no", metric_for_best_model="eval_loss")
+        settings.update(
+            eval_strategy="steps", eval_steps=2, save_strategy="no", metric_for_best_model="eval_loss"
+        )
     run, baseline = both(tmp_path, "roberta", **settings)
     assert_same(run, baseline)
     if schedule is not SchedulerType.CONSTANT:
@@ -75,7 +81,13 @@ def test_every_scheduler_with_warmup(tmp_path, schedule):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["llama", "roberta"])
 def test_weight_decay_in_groups_betas_and_eps(tmp_path, kind, mode):
-    settings = {"weight_decay": 0.5, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-4, **MODES[mode]}
+    settings = {
+        "weight_decay": 0.5,
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.95,
+        "adam_epsilon": 1e-4,
+        **MODES[mode],
+    }
     run, baseline = both(tmp_path, kind, **settings)
     assert_same(run, baseline)
     assert [group["weight_decay"] for group in run.trainer.optimizer.param_groups] == [0.5, 0.0]
@@ -112,7 +124,11 @@ def scaled_loss(outputs, labels, num_items_in_batch=None):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_compute_loss_func(tmp_path, mode):
-    options = {"trainer_options": {"compute_loss_func": scaled_loss}, "gradient_accumulation_steps": 2, **MODES[mode]}
+    options = {
+        "trainer_options": {"compute_loss_func": scaled_loss},
+        "gradient_accumulation_steps": 2,
+        **MODES[mode],
+    }
     assert_same(*both(tmp_path, "roberta", **options))
 
 
@@ -145,7 +161,9 @@ def test_pure_bf16_is_closer_to_fp32_than_torch(tmp_path, kind, mode):
     ours, torchs = (end.end - end.start for end in (run, baseline))
     assert (ours - way).norm() <= (torchs - way).norm()
     progress = [float(vector.dot(way) / way.norm() ** 2) for vector in (ours, torchs)]
-    assert progress[0] == pytest.approx(1.0, abs=WAY_AUTOCAST), "stochastic rounding keeps the mean of the updates"
+    assert progress[0] == pytest.approx(1.0, abs=WAY_AUTOCAST), (
+        "stochastic rounding keeps the mean of the updates"
+    )
     assert progress[1] < 0.8, "nearest rounding loses updates; if it does not, this run tests nothing"
 
 

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.mark.parametrize("kind", ["llama", "roberta"])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_fp16_scaler(tmp_path, kind, clip):
-    # The scaler starts at 2**16, which overflows in the first steps of these models: skipped steps are part of the test.
+    # The scaler starts at 2**16, which overflows in the first steps of these models: skipped steps are part
+    # of the test.
     settings = {"fp16": True, "max_grad_norm": clip, "max_steps": 24, "lr_scheduler_type": "constant"}
     baseline = train(tmp_path / "torch", kind, "adamw_torch", **settings)
     run = train(tmp_path / "forge", kind, "forge_adamw", **settings)

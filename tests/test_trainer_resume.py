@@ -1,4 +1,4 @@
-"""Resume through the stock Trainer is bit-equal, and checkpoints travel between forge_adamw and adamw_torch."""
+"""Resume through the stock Trainer is bit-equal; checkpoints travel between forge_adamw and adamw_torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from tests.tolerances import WAY_FP32
 from tests.trainer_runs import distance, train
 
 SAVING = {"save_strategy": "steps", "save_steps": 4, "dropout": 0.1}
-MODES = {"step": {}, "backward": {"max_grad_norm": 0.0}, "lagged": {"optim_args": "update=backward,clip=lagged"}}
+MODES = {
+    "step": {},
+    "backward": {"max_grad_norm": 0.0},
+    "lagged": {"optim_args": "update=backward,clip=lagged"},
+}
 
 
 def checkpoint(folder: Path) -> Path:
@@ -25,7 +29,9 @@ def checkpoint(folder: Path) -> Path:
 def test_resume_is_bit_equal(tmp_path, kind, mode, dtype):
     settings = {**SAVING, **MODES[mode], "dtype": dtype}
     whole = train(tmp_path / "whole", kind, "forge_adamw", **settings)
-    resumed = train(tmp_path / "again", kind, "forge_adamw", resume=checkpoint(tmp_path / "whole"), **settings)
+    resumed = train(
+        tmp_path / "again", kind, "forge_adamw", resume=checkpoint(tmp_path / "whole"), **settings
+    )
     assert torch.equal(whole.end, resumed.end)
     for left, right in zip(_state(whole), _state(resumed), strict=True):
         assert left.keys() == right.keys()
@@ -88,7 +94,9 @@ def test_second_trainer_takes_over(tmp_path, second):
     ends = {}
     for pair in (("adamw_torch", "adamw_torch"), ("forge_adamw", second)):
         model = tiny_roberta()
-        trainers = [Trainer(model, arguments(str(tmp_path), optim), train_dataset=Tokens("roberta")) for optim in pair]
+        trainers = [
+            Trainer(model, arguments(str(tmp_path), optim), train_dataset=Tokens("roberta")) for optim in pair
+        ]
         for trainer in trainers:
             trainer.train()
         ends[pair] = flat(model)

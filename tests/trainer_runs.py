@@ -36,7 +36,9 @@ def tiny_llama(dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> Llam
     return LlamaForCausalLM(config).to(dtype)
 
 
-def tiny_roberta(dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> RobertaForSequenceClassification:
+def tiny_roberta(
+    dropout: float = 0.0, dtype: torch.dtype = torch.float32
+) -> RobertaForSequenceClassification:
     """Two-layer RoBERTa classifier with three labels."""
     torch.manual_seed(1)
     config = RobertaConfig(
@@ -70,7 +72,11 @@ class Tokens(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         labels = self.ids[index] if self.kind == "llama" else self.classes[index]
-        return {"input_ids": self.ids[index], "attention_mask": torch.ones(LENGTH, dtype=torch.long), "labels": labels}
+        return {
+            "input_ids": self.ids[index],
+            "attention_mask": torch.ones(LENGTH, dtype=torch.long),
+            "labels": labels,
+        }
 
 
 @dataclass
@@ -135,7 +141,13 @@ def train(
     )
     trainer.train(resume_from_checkpoint=resume)
     logs = trainer.state.log_history
-    return Run(start, flat(trainer.model), [e for e in logs if "loss" in e], trainer, [e for e in logs if "eval_loss" in e])
+    return Run(
+        start,
+        flat(trainer.model),
+        [e for e in logs if "loss" in e],
+        trainer,
+        [e for e in logs if "eval_loss" in e],
+    )
 
 
 def distance(run: Run, baseline: Run) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -102,8 +103,9 @@ def weight_distance(start: dict[str, Any], one: dict[str, Any], other: dict[str,
         apart = float((weight.double() - other[key].double()).norm())
         way = float((weight.double() - start[key].double()).norm())
         apart_sq, way_sq = apart_sq + apart**2, way_sq + way**2
-        # `not <=` rather than `>`, so that NaN counts as the largest.
-        if weight.ndim > 1 and not (fraction := _fraction(apart, way)) <= largest:
+        fraction = _fraction(apart, way)
+        # NaN is the largest of all.
+        if weight.ndim > 1 and not math.isnan(largest) and not fraction <= largest:
             largest, name = fraction, key
     return Distance(_fraction(apart_sq**0.5, way_sq**0.5), largest, name)
 

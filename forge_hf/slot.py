@@ -1,0 +1,161 @@
+"""WeightSlot: what one weight still owes between forward and step, and how to find it from the parameter.
+
+Counting: a use seen in forward is expected back in backward. In `backward` mode the update runs when the last
+expected use has come back. Too high a count only delays the update to `step()`. An unexpected arrival is held
+until `step()`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from .config import refuse
+from .gradient import FactoredGradient
+
+if TYPE_CHECKING:
+    from .tape import Tape
+
+__all__ = ["WeightSlot", "live_slots", "slot_of"]
+
+# id(parameter) -> slot; a slot lives as long as its module or its optimizer.
+_SLOTS: weakref.WeakValueDictionary[int, WeightSlot] = weakref.WeakValueDictionary()
+
+
+def slot_of(parameter: Tensor) -> WeightSlot | None:
+    """The slot that receives `parameter`'s pairs, or None."""
+    slot = _SLOTS.get(id(parameter))
+    return slot if slot is not None and slot.parameter is parameter and slot.active() else None
+
+
+def live_slots(parameters: Iterable[Tensor]) -> list[WeightSlot]:
+    """The slots among `parameters`; fast when no model is attached."""
+    if not _SLOTS:
+        return []
+    return [slot for slot in map(slot_of, parameters) if slot is not None]
+
+
+class WeightSlot:
+    """Receiver of one weight's pairs (see `layers.Receiver`).
+
+    Args:
+        parameter: The weight (N, K).
+        name: Its name in the model.
+        tape: The tape of its optimizer.
+
+    Attributes:
+        gradient: What is pending, or None.
+        updated: Whether the weight was already updated in this step.
+        norm_sq: Squared norm of the consumed gradient of this step (0-d fp32), or None.
+        stale: The gradient was consumed and `zero_grad()` has not been called since.
+    """
+
+    def __init__(self, parameter: nn.Parameter, name: str, tape: Tape) -> None:
+        self.parameter = parameter
+        self.name = name
+        self.tape = tape
+        self.gradient: FactoredGradient | None = None
+        self.updated = False
+        self.norm_sq: Tensor | None = None
+        self.stale = False
+        self._expected = 0
+        self._revoked = False
+        tape.slots.append(self)
+        _SLOTS[id(parameter)] = self
+
+    def active(self) -> bool:
+        """Whether an optimizer still wants this weight's pairs."""
+        return not self._revoked and self.tape.alive()
+
+    def expect(self) -> None:
+        """Count a use seen in forward."""
+        self._expected += 1
+
+    def open_backward(self) -> None:
+        """Refuse, before the weight is read, a gradient that comes too late.
+
+        Raises:
+            ForgeRefusal: the weight was already updated in this step, or the last gradient was never zeroed.
+        """
+        if self.active():
+            self.tape.enter_backward()
+            if self.updated:
+                raise refuse("late_gradient", param=self.name)
+
+    def receive(self, dy_TN: Tensor, x_TK: Tensor) -> None:
+        """Add a pair; in `backward` mode consume the gradient when it is complete."""
+        if self.stale:
+            raise refuse("not_zeroed", param=self.name)
+        self._expected -= 1
+        complete = self._expected == 0 and self.tape.consumes_now()
+        if self.gradient is None:
+            self.gradient = FactoredGradient(self.parameter, self.name)
+        self.gradient.add_pair(dy_TN, x_TK, bounded=not complete)
+        if complete:
+            self.tape.consume(self)
+
+    def receive_elsewhere(self) -> None:
+        """An expected use delivered its gradient through autograd."""
+        self._expected -= 1
+
+    def require_applicable(self) -> None:
+        """Check, before the first update of a step, that this weight's pending gradient can be applied.
+
+        Raises:
+            ForgeRefusal: it is gone or was written to, or autograd delivered one after the weight was
+                updated.
+        """
+        if self.stale:
+            raise refuse("stepped_twice", param=self.name)
+        if self.updated and self.parameter.grad is not None:
+            raise refuse("late_gradient", param=self.name)
+        if self.gradient is not None:
+            self.gradient.pairs()
+
+    def take(self) -> FactoredGradient | None:
+        """Hand out what is pending, including a gradient that autograd put into `.grad`, and forget it."""
+        gradient, self.gradient = self.gradient, None
+        dense = self.parameter.grad
+        if dense is not None:
+            if gradient is None:
+                gradient = FactoredGradient(self.parameter, self.name)
+            self.parameter.grad = None
+            gradient.add_dense(dense)
+        return gradient
+
+    def merge_dense(self) -> None:
+        """Move a gradient that autograd put into `.grad` beside held pairs into them."""
+        if self.gradient is not None and self.parameter.grad is not None:
+            self.gradient = self.take()
+
+    def discard(self, set_to_none: bool = True) -> None:
+        """Forget what is pending; unless `set_to_none`, leave a gradient of zeros where there was one."""
+        had_gradient = self.gradient is not None or self.updated or self.stale
+        self.gradient = None
+        if had_gradient and not set_to_none:
+            self.gradient = FactoredGradient(self.parameter, self.name)
+            rows, columns = self.parameter.shape
+            self.gradient.add_pair(self.parameter.new_empty(0, rows), self.parameter.new_empty(0, columns))
+        self.norm_sq = None
+        self.updated = False
+        self.stale = False
+
+    def end_step(self) -> None:
+        """Forget the counts and marks of the step that ends."""
+        self.stale = self.stale or self.updated
+        self.gradient = None
+        self.norm_sq = None
+        self.updated = False
+        self._expected = 0
+
+    def revoke(self, taken_over: bool) -> None:
+        """Stop receiving; `taken_over` means that another optimizer owns the weight now."""
+        self._revoked = True
+        self.gradient = None
+        if self in self.tape.slots:
+            self.tape.slots.remove(self)
+        if taken_over:
+            self.tape.lost.append(self.name)

@@ -1,0 +1,77 @@
+"""One update of one parameter: its state, its numbers, the right operation of the backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import ForgeConfig
+from .dispatch import backend_for
+from .gradient import FactoredGradient
+from .rules import Rule
+from .state import format_for, rounding_key
+
+__all__ = ["apply_"]
+
+
+def apply_(
+    rule: Rule,
+    config: ForgeConfig,
+    group: dict[str, Any],
+    state: dict[str, Any],
+    parameter: Tensor,
+    number: int,
+    gradient: FactoredGradient | Tensor,
+    want_norm_sq: bool = False,
+) -> Tensor | None:
+    """Update `parameter` and its state in place, and count the step.
+
+    Args:
+        rule: The update rule.
+        config: Storage and rounding options.
+        group: The parameter's group, with the settings of this step.
+        state: Its state; missing moments are allocated as zeros.
+        parameter: fp32, bf16 or fp16, any shape.
+        number: Its position among all parameters, which keys stochastic rounding.
+        gradient: Factored for a weight (N, K), else a tensor of the parameter's shape.
+        want_norm_sq: Also return the squared norm of a factored gradient, before its coefficient.
+
+    Returns:
+        0-d fp32 tensor, or None.
+    """
+    moments = _moments(rule, config, group, state, parameter)
+    step = int(state["step"]) + 1
+    stochastic = config.rounding == "stochastic"
+    arguments: dict[str, Any] = {
+        "moments": moments,
+        "rule": rule.name,
+        "scalars": rule.scalars(group, step),
+        "rng_key": rounding_key(config.seed, step, number) if stochastic else None,
+    }
+    backend, weight, norm_sq = backend_for(parameter), parameter.detach(), None
+    if isinstance(gradient, Tensor):
+        backend.dense_update_(weight, gradient, **arguments)
+    elif gradient.buffer is not None:
+        norm_sq = gradient.unscaled_norm_sq() if want_norm_sq else None
+        backend.dense_update_(weight, gradient.buffer, coefficient=gradient.coefficient, **arguments)
+    else:
+        arguments |= {"coefficient": gradient.coefficient, "want_norm_sq": want_norm_sq}
+        norm_sq = backend.wgrad_update_(weight, gradient.pairs(), **arguments)
+    # A kernel's store does not move the version counter; another graph node that saved W must notice.
+    torch.autograd.graph.increment_version(parameter)
+    state["step"] += 1
+    return norm_sq
+
+
+def _moments(
+    rule: Rule, config: ForgeConfig, group: dict[str, Any], state: dict[str, Any], parameter: Tensor
+) -> tuple[Tensor, ...]:
+    if "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+    names = rule.moment_names(group)
+    for name in names:
+        if name not in state:
+            state[name] = format_for(config.state, parameter).allocate(parameter)
+    return tuple(state[name] for name in names)
