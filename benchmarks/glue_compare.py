@@ -2,8 +2,8 @@
 
     python benchmarks/glue_compare.py --model DIR --data DIR       # DIR/sst2/train.tsv.gz and so on
 
-`--model` is a checkpoint for a RoBERTa class (see `minilm_roberta.py`). Every run is a process of its own. Prints
-a table; the logged gradient norms are compared as well. The CSV goes to --output (default: $OUT, else here).
+`--model` is a checkpoint for a RoBERTa class (see `minilm_roberta.py`). Every run is a process of its own.
+Prints a table and compares the first logged gradient norm. The CSV goes to --output (default: $OUT, else here).
 """
 
 from __future__ import annotations
