@@ -9,6 +9,10 @@ if not torch.cuda.is_available():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The workers share the cores; more threads than that only wait for each other.
+    torch.set_num_threads(1)
+
 import pytest  # noqa: E402
 
 
