@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import Trainer
 from transformers.trainer_utils import SchedulerType
 
 import forge_hf  # noqa: F401 - registers the names where autoload is off
@@ -19,12 +20,17 @@ def both(tmp_path, kind, **settings):
     return train(tmp_path / "forge", kind, "forge_adamw", **settings), baseline
 
 
+# transformers 5.0 logs the norm only when it clips.
+LOGS_UNCLIPPED_NORM = hasattr(Trainer, "_get_grad_norm")
+
+
 def assert_same(run, baseline, tolerance=WAY_FP32, norms=GRAD_NORM):
     """End points, logged rates and logged gradient norms agree."""
     assert distance(run, baseline) < tolerance
     assert run.logged("learning_rate") == baseline.logged("learning_rate")
-    assert run.logged("grad_norm") == pytest.approx(baseline.logged("grad_norm"), rel=norms)
-    assert min(run.logged("grad_norm")) > 0
+    if LOGS_UNCLIPPED_NORM or all(each.trainer.args.max_grad_norm for each in (run, baseline)):
+        assert run.logged("grad_norm") == pytest.approx(baseline.logged("grad_norm"), rel=norms)
+        assert min(run.logged("grad_norm")) > 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "roberta"])
