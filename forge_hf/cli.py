@@ -35,7 +35,7 @@ def demo(
     optim: Annotated[
         str, typer.Option(help="Optimizer to compare with adamw_torch: forge_adamw, forge_lion or forge_sgd.")
     ] = "forge_adamw",
-    steps: Annotated[int | None, typer.Option(help="Steps per run.", show_default="320")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps per run.", show_default="240")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     output_dir: Annotated[Path, typer.Option(help="Where the results go.")] = Path("forge_hf_demo"),
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model and 20 steps: seconds.")] = False,

@@ -97,7 +97,7 @@ class FactoredGradient:
         """Bytes held now."""
         return sum(self.storages().values())
 
-    def add_pair(self, dy_TN: Tensor, x_TK: Tensor, bounded: bool = True) -> None:
+    def add_pair(self, dy_TN: Tensor, x_TK: Tensor, bounded: bool = True, borrowed: bool = False) -> None:
         """Add dY^T X.
 
         Args:
@@ -105,6 +105,7 @@ class FactoredGradient:
             x_TK: (T, K), its input, same dtype.
             bounded: Sum into a dense buffer when the pairs would need more memory than it. False for a pair
                 that is consumed at once.
+            borrowed: Somebody else may overwrite `x_TK` after backward, so it is copied when it is kept.
         """
         self._fold_coefficient()
         self._norm_sq = None
@@ -117,7 +118,7 @@ class FactoredGradient:
             if sum(map(_compact_bytes, [*held, dy_TN, x_TK])) > self.dense_bytes:
                 accumulate_dense_(self._densify(), dy_TN, x_TK)
                 return
-            dy_TN, x_TK = _compact(dy_TN), _compact(x_TK)
+            dy_TN, x_TK = _compact(dy_TN), x_TK.clone() if borrowed else _compact(x_TK)
         self.segments.append(Segment(dy_TN, x_TK, (_version(dy_TN), _version(x_TK))))
 
     def add_dense(self, grad: Tensor) -> None:

@@ -43,7 +43,8 @@ def clip_slots_and_grads_(
         0-d fp32 tensor: the norm before clipping.
 
     Raises:
-        ForgeRefusal: another norm, or the updates already ran (`update="backward"`) and `max_norm` is finite.
+        ForgeRefusal: another norm, the updates already ran (`update="backward"`) and `max_norm` is finite, or
+            `step()` used the gradients up.
         RuntimeError: the norm is not finite and `error_if_nonfinite`.
     """
     parameters = list(parameters)
@@ -52,6 +53,9 @@ def clip_slots_and_grads_(
     slots = live_slots(parameters)
     for tape in {id(slot.tape): slot.tape for slot in slots}.values():
         tape.require_usable()
+    used_up = [slot for slot in slots if slot.stale]
+    if used_up:
+        raise refuse("used_up", param=used_up[0].name)
     squares, applied = _slot_norms(slots)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     squares += [torch.linalg.vector_norm(grad, dtype=torch.float32).square() for grad in grads]
@@ -95,7 +99,7 @@ def _slot_norms(slots: list[WeightSlot]) -> tuple[list[Tensor], list[WeightSlot]
 
 def _involved(parameters: Any) -> list[WeightSlot]:
     tensors = [parameters] if isinstance(parameters, Tensor) else parameters
-    return [slot for slot in live_slots(tensors) if slot.gradient is not None or slot.updated]
+    return [slot for slot in live_slots(tensors) if slot.gradient is not None or slot.updated or slot.stale]
 
 
 def _wrap_clip_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -44,6 +44,13 @@ class Receiver(Protocol):
     def expect(self) -> None:
         """A use of the weight was seen whose backward may follow."""
 
+    def open_forward(self) -> None:
+        """Called in every forward before the weight is read.
+
+        Raises:
+            ForgeRefusal: the weight was already updated in this step.
+        """
+
     def open_backward(self) -> None:
         """Called in backward before the weight is read.
 
@@ -51,11 +58,11 @@ class Receiver(Protocol):
             ForgeRefusal: the weight was already updated in this step.
         """
 
-    def receive(self, dy_TN: Tensor, x_TK: Tensor) -> None:
-        """Take the pair; the weight may be updated now."""
+    def receive(self, dy_TN: Tensor, x_TK: Tensor, borrowed: bool) -> None:
+        """Take the pair; the weight may be updated now. `borrowed`: x belongs to the caller of the model."""
 
     def receive_elsewhere(self) -> None:
-        """An expected use gave its gradient to autograd instead."""
+        """An expected use gave its gradient to autograd instead, or has none."""
 
 
 def in_backward() -> bool:
@@ -88,35 +95,43 @@ class _ForgeLinearFunction(torch.autograd.Function):
         ctx.compute_dtype = _autocast_dtype(x)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.x_dtype = x.dtype
+        # No operation made x, so its owner may fill it anew, past the version counter (numpy, `.data`).
+        ctx.borrowed = not ctx.needs_input_grad[0]
+        # Without grad an undefined dY would become zeros, and zeros are a gradient: decay, moments, a step.
+        ctx.set_materialize_grads(False)
         if ctx.compute_dtype is not None:
             # Cast here, past autocast's weight cache: a cached copy made without grad would cut off other
             # users of W.
             x = x.to(ctx.compute_dtype)
             bias = None if bias is None else bias.to(ctx.compute_dtype)
-        ctx.save_for_backward(x, weight)
+        # As torch: W is needed, and its version checked, for dX only.
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         y = F.linear(x, weight if ctx.compute_dtype is None else weight.to(ctx.compute_dtype), bias)
         # Of a batch F.linear returns a view; autograd forbids in-place operations (a ReLU) on views made in
         # here.
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         receiver: Receiver = ctx.receiver
+        if dy is None:
+            receiver.receive_elsewhere()
+            return None, None, None, None
         receiver.open_backward()
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled() and ctx.compute_dtype is not None:
             raise refuse("double_backward")
-        dy_TN = dy.reshape(-1, weight.shape[0])
+        dy_TN = dy.reshape(-1, dy.shape[-1])
         dx = db = None
         if ctx.needs_input_grad[0]:
             compute_weight = weight if ctx.compute_dtype is None else weight.to(ctx.compute_dtype)
             dx = (dy_TN @ compute_weight).reshape(x.shape).to(ctx.x_dtype)
         if ctx.needs_input_grad[2]:
             db = dy_TN.sum(0, dtype=torch.float32 if dy.dtype != torch.float64 else None).to(ctx.bias_dtype)
-        return dx, _hand_over(ctx, receiver, dy_TN, x.reshape(-1, weight.shape[1]), weight), db, None
+        return dx, _hand_over(ctx, receiver, dy_TN, x.reshape(-1, x.shape[-1])), db, None
 
 
-def _hand_over(ctx: Any, receiver: Receiver, dy_TN: Tensor, x_TK: Tensor, weight: Tensor) -> Tensor | None:
+def _hand_over(ctx: Any, receiver: Receiver, dy_TN: Tensor, x_TK: Tensor) -> Tensor | None:
     """Give the pair to the receiver, or return dW where autograd itself must have it."""
     wanted_by = _weight_gradient_goes_to(ctx)
     if wanted_by == "nobody":
@@ -128,8 +143,8 @@ def _hand_over(ctx: Any, receiver: Receiver, dy_TN: Tensor, x_TK: Tensor, weight
     ):
         if wanted_by == "grad":
             receiver.receive_elsewhere()
-        return (dy_TN.t() @ x_TK).to(weight.dtype)
-    receiver.receive(dy_TN, x_TK)
+        return (dy_TN.t() @ x_TK).to(receiver.parameter.dtype)
+    receiver.receive(dy_TN, x_TK, ctx.borrowed)
     return None
 
 
@@ -145,6 +160,7 @@ class ForgeLinear(nn.Linear):
         weight = self.weight
         if receiver is None or x.layout is not torch.strided or not _pair_path_is_exact(receiver, weight):
             return super().forward(x)
+        receiver.open_forward()
         if not torch.is_grad_enabled():
             # Reentrant checkpointing runs the forward without grad and comes back in backward.
             if self.training and not in_backward():

@@ -81,6 +81,7 @@ class ForgeOptimizer(Optimizer):
         self._slots: dict[int, WeightSlot] = {}
         self._report: list[PathEntry] = []
         self._places: dict[int, tuple[int, int]] = {}
+        self._placed: list[tuple[list[Tensor], int]] = []
         # The model keeps the slots alive; a dropped optimizer must not leave pairs in them.
         weakref.finalize(self, self.tape.discard).atexit = False
 
@@ -105,7 +106,6 @@ class ForgeOptimizer(Optimizer):
                 _attach.check_parameter(name, parameter)
         self.rule.validate({**self.defaults, **param_group})
         super().add_param_group({**param_group, "params": parameters})
-        self._places.clear()
         if self._report and self._model() is not None:
             self._attach()
 
@@ -163,10 +163,10 @@ class ForgeOptimizer(Optimizer):
             ForgeConfigError: one of its settings is not supported; nothing is loaded then.
         """
         checkpoint.load_(self, state_dict)
-        self._places.clear()
         self.tape.lagged_coefficient = self.param_groups[0].get("lagged_clip_coefficient")
         if self.tape.interrupted is not None:
             self.accept_partial_step()
+        self.tape.settings.clear()
         for slot in self.tape.slots:
             if slot.updated:
                 slot.discard()
@@ -279,19 +279,24 @@ class ForgeOptimizer(Optimizer):
             for parameter in group["params"]:
                 yield group, parameter
 
-    def _place(self, parameter: Tensor) -> tuple[dict[str, Any], int]:
-        """Group (looked up anew: accelerate and checkpoints replace the dicts) and number of a parameter."""
-        if not self._places:
-            number = 0
-            for index, group in enumerate(self.param_groups):
-                for member in group["params"]:
-                    self._places[id(member)] = (index, number)
-                    number += 1
-        index, number = self._places[id(parameter)]
-        return self.param_groups[index], number
+    def _place(self, parameter: Tensor) -> tuple[int, int] | None:
+        """Index of a parameter's group and its number, or None when it was taken out of the groups."""
+        lists = [group["params"] for group in self.param_groups]
+        if len(lists) != len(self._placed) or any(
+            members is not known or len(members) != length
+            for members, (known, length) in zip(lists, self._placed, strict=True)
+        ):
+            places = [(index, member) for index, members in enumerate(lists) for member in members]
+            self._places = {id(member): (index, number) for number, (index, member) in enumerate(places)}
+            self._placed = [(members, len(members)) for members in lists]
+        return self._places.get(id(parameter))
 
     def _consume(self, slot: WeightSlot) -> None:
         """Update a weight inside backward."""
+        place = self._place(slot.parameter)
+        if place is None:
+            return
+        self.tape.settings.setdefault(place[0], self.rule.scalars(self.param_groups[place[0]], 1))
         with torch.no_grad():
             gradient = slot.take()
             assert gradient is not None
@@ -303,6 +308,9 @@ class ForgeOptimizer(Optimizer):
     def _require_applicable(self) -> None:
         for slot in self.tape.slots:
             slot.require_applicable()
+        for index, used in self.tape.settings.items():
+            if self.rule.scalars(self.param_groups[index], 1) != used:
+                raise refuse("settings_changed", index=index)
         for _, parameter in self._walk():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise refuse("sparse_grad", param=self._names().get(id(parameter), "parameter"))
@@ -326,7 +334,9 @@ class ForgeOptimizer(Optimizer):
     def _apply(
         self, parameter: Tensor, gradient: FactoredGradient | Tensor, want_norm_sq: bool = False
     ) -> Tensor | None:
-        group, number = self._place(parameter)
+        place = self._place(parameter)
+        assert place is not None
+        group, number = self.param_groups[place[0]], place[1]
         self.tape.begun = True
         state = self.state[parameter]
         return apply_(self.rule, self.config, group, state, parameter, number, gradient, want_norm_sq)

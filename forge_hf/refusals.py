@@ -108,6 +108,21 @@ REFUSALS: dict[str, str] = {
         "graphs. Fix: update='step', or put all but the last backward in `with optimizer.no_sync():`. The "
         "model is now partly updated: load a checkpoint."
     ),
+    "forward_after_update": (
+        "'{param}' was already updated in this step (update='backward'), and another forward before step() "
+        "was about to read it, a step ahead of the rest of the model. Fix: run that forward before "
+        "backward() or after step(), or use update='step'. The model is now partly updated: load a "
+        "checkpoint."
+    ),
+    "settings_changed": (
+        "Param group {index} was changed between backward() and step(), but update='backward' had already "
+        "updated linear weights with its old settings. Fix: change lr and other settings after step() "
+        "(schedulers too), or use update='step'."
+    ),
+    "used_up": (
+        "The gradient of '{param}' was asked for after step() had used it up. Fix: clip or measure between "
+        "backward() and step(), and call zero_grad() of the optimizer or the model after step()."
+    ),
     "interrupted_backward": (
         "An exception interrupted backward() after {updated} of {total} weights had been updated "
         "(update='backward'), so the model is half a step ahead of itself. Fix: load the last checkpoint "
@@ -122,7 +137,7 @@ REFUSALS: dict[str, str] = {
     "not_zeroed": (
         "backward() reached '{param}' after step() without zero_grad() between them; torch would add the "
         "new gradient to the old one, which no longer exists. Fix: call optimizer.zero_grad() (or "
-        "model.zero_grad()) once per step."
+        "model.zero_grad()) once per step; `p.grad = None` by hand does not reach these gradients."
     ),
     "stepped_twice": (
         "step() was called again without a new backward(); torch would apply the same gradients again, but "

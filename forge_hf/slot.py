@@ -51,6 +51,7 @@ class WeightSlot:
         updated: Whether the weight was already updated in this step.
         norm_sq: Squared norm of the consumed gradient of this step (0-d fp32), or None.
         stale: The gradient was consumed and `zero_grad()` has not been called since.
+        spoiled: A gradient came after that, so that the sum torch would hold is lost.
     """
 
     def __init__(self, parameter: nn.Parameter, name: str, tape: Tape) -> None:
@@ -60,7 +61,7 @@ class WeightSlot:
         self.gradient: FactoredGradient | None = None
         self.updated = False
         self.norm_sq: Tensor | None = None
-        self.stale = False
+        self.stale = self.spoiled = False
         self._expected = 0
         self._revoked = False
         tape.slots.append(self)
@@ -74,6 +75,15 @@ class WeightSlot:
         """Count a use seen in forward."""
         self._expected += 1
 
+    def open_forward(self) -> None:
+        """Refuse a forward with a weight that is a step ahead of those that wait for `step()`.
+
+        Raises:
+            ForgeRefusal: the weight was already updated in this step.
+        """
+        if self.updated:
+            raise refuse("forward_after_update", param=self.name)
+
     def open_backward(self) -> None:
         """Refuse, before the weight is read, a gradient that comes too late.
 
@@ -85,20 +95,27 @@ class WeightSlot:
             if self.updated:
                 raise refuse("late_gradient", param=self.name)
 
-    def receive(self, dy_TN: Tensor, x_TK: Tensor) -> None:
-        """Add a pair; in `backward` mode consume the gradient when it is complete."""
-        if self.stale:
-            raise refuse("not_zeroed", param=self.name)
+    def receive(self, dy_TN: Tensor, x_TK: Tensor, borrowed: bool = False) -> None:
+        """Add a pair; in `backward` mode consume the gradient when it is complete.
+
+        After a step the pair is dropped: its sum with the gradient that the step used up is lost, and only
+        matters if somebody asks for it before `zero_grad()` (a GAN's other network does not).
+        """
         self._expected -= 1
+        if self.stale:
+            self.spoiled = True
+            return
         complete = self._expected == 0 and self.tape.consumes_now()
         if self.gradient is None:
             self.gradient = FactoredGradient(self.parameter, self.name)
-        self.gradient.add_pair(dy_TN, x_TK, bounded=not complete)
+        self.gradient.add_pair(dy_TN, x_TK, bounded=not complete, borrowed=borrowed)
         if complete:
             self.tape.consume(self)
+        elif self.gradient.segments:
+            self.tape.note_held(dy_TN)
 
     def receive_elsewhere(self) -> None:
-        """An expected use delivered its gradient through autograd."""
+        """An expected use delivered its gradient through autograd, or had none."""
         self._expected -= 1
 
     def require_applicable(self) -> None:
@@ -109,7 +126,7 @@ class WeightSlot:
                 updated.
         """
         if self.stale:
-            raise refuse("stepped_twice", param=self.name)
+            raise refuse("not_zeroed" if self.spoiled else "stepped_twice", param=self.name)
         if self.updated and self.parameter.grad is not None:
             raise refuse("late_gradient", param=self.name)
         if self.gradient is not None:
@@ -141,7 +158,7 @@ class WeightSlot:
             self.gradient.add_pair(self.parameter.new_empty(0, rows), self.parameter.new_empty(0, columns))
         self.norm_sq = None
         self.updated = False
-        self.stale = False
+        self.stale = self.spoiled = False
 
     def end_step(self) -> None:
         """Forget the counts and marks of the step that ends."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .config import refuse
+from .scalars import StepScalars
 from .slot import WeightSlot
 
 __all__ = ["Tape", "set_last_micro_batch_probe"]
@@ -48,6 +49,7 @@ class Tape:
         interrupted: Sentence of an update that was interrupted halfway, or None.
         hold_depth: Above 0 inside `no_sync()`.
         lost: Names of weights that another optimizer took over.
+        settings: Numbers of each param group that updates in this step's backward used, by its index.
     """
 
     def __init__(self, consume: Callable[[WeightSlot], None]) -> None:
@@ -61,6 +63,8 @@ class Tape:
         self.interrupted: Exception | None = None
         self.hold_depth = 0
         self.lost: list[str] = []
+        self.settings: dict[int, StepScalars] = {}
+        self._held_outputs: set[int] = set()
         self._open_tasks: set[int] = set()
 
     def alive(self) -> bool:
@@ -107,18 +111,40 @@ class Tape:
         """The backward `task` has ended."""
         self._open_tasks.discard(task)
         if completed:
+            self._unshare()
             return
+        self._held_outputs.clear()
         updated = sum(slot.updated for slot in self.slots)
         if updated:
             self.interrupted = refuse("interrupted_backward", updated=updated, total=len(self.slots))
         self.discard()
         self.partial = True
 
+    def note_held(self, dy_TN: Tensor) -> None:
+        """Remember, until this backward ends, the memory of an output gradient that a slot keeps."""
+        self._held_outputs.add(dy_TN.untyped_storage().data_ptr())
+
+    def _unshare(self) -> None:
+        """Copy each `.grad` that autograd made of memory that a pair keeps (y = linear(x) + view of b).
+
+        Autograd takes a gradient over without a copy when nobody else has the tensor; it does not ask who has
+        the memory. Clipping and the next micro-batch write into `.grad`.
+        """
+        held, self._held_outputs = self._held_outputs, set()
+        for group in getattr(self.owner(), "param_groups", ()) if held else ():
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is None or grad.layout is not torch.strided:
+                    continue
+                if grad.untyped_storage().data_ptr() in held:
+                    parameter.grad = grad.clone()
+
     def discard(self) -> None:
         """Drop all pending gradients; nothing is owed any more."""
         for slot in self.slots:
             slot.discard()
         self.partial = self.begun = False
+        self.settings.clear()
 
     def zero_grad(self, slots: list[WeightSlot], set_to_none: bool) -> None:
         """Drop or zero the gradients of `slots`, as `zero_grad()` of a module or of the optimizer asks.
@@ -137,6 +163,7 @@ class Tape:
     def end_step(self) -> None:
         """Close the step: gradients are gone, and adding to them without `zero_grad()` is an error."""
         self.begun = False
+        self.settings.clear()
         for slot in self.slots:
             slot.end_step()
 

@@ -43,8 +43,11 @@ def test_step_without_zero_grad_is_refused_where_torch_would_add():
     optimizer = ForgeAdamW(model)
     loss_of(model, 0).backward()
     optimizer.step()
+    before = snapshot(model)
+    loss_of(model, 1).backward()
     with pytest.raises(ForgeRefusal, match=r"after step\(\) without zero_grad\(\)"):
-        loss_of(model, 1).backward()
+        optimizer.step()
+    assert same_bits(model, before)
 
 
 def test_second_step_without_backward_is_refused_and_moves_nothing():

@@ -38,6 +38,9 @@ BASELINE = "adamw_torch"
 LEARNING_RATES = {"forge_adamw": 2e-4, "forge_lion": 3e-5, "forge_sgd": 0.1}
 
 #: How far apart two exact runs may end, as a fraction of the way from start to end.
+#: Rounding alone grew to 1e-5 between `adamw_torch` and `adamw_torch_fused` on this model, and to 2e-5 and
+#: 8e-5 between `adamw_torch` and `forge_adamw` (seeds 4 and 0). Chaos sets the model's size: with three layers
+#: and batches of eight, torch's own two ended 16 % apart.
 TOLERANCE = 2e-3
 
 
@@ -62,12 +65,12 @@ class DemoSettings:
     """
 
     optim: str = "forge_adamw"
-    steps: int = 320
+    steps: int = 240
     seed: int = 0
     output_dir: Path = Path("forge_hf_demo")
     hidden: int = 512
     layers: int = 2
-    batch_size: int = 8
+    batch_size: int = 12
     eval_rows: int = 500
 
     @classmethod
