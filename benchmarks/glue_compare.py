@@ -3,7 +3,7 @@
     python benchmarks/glue_compare.py --model DIR --data DIR       # DIR/sst2/train.tsv.gz and so on
 
 `--model` is a checkpoint for a RoBERTa class (see `minilm_roberta.py`). Every run is a process of its own.
-Prints a table and compares the first logged gradient norm. The CSV goes to --output (default: $OUT, else here).
+Prints a table and compares the first logged gradient norm. The CSV goes to --output (default: $OUT, or here).
 """
 
 from __future__ import annotations

@@ -29,8 +29,16 @@ _COLA_COLUMNS = ("source", "label", "star", "sentence")
 
 
 def load_hub(task: Task, **load_options: Any) -> DatasetDict:
-    """All splits of a GLUE task from the Hub, with columns `sentence1`[, `sentence2`], `label`."""
-    raw = load_dataset("nyu-mll/glue", task.name, **load_options)
+    """All splits of a GLUE task from the Hub.
+
+    Raises:
+        DataError: the Hub cannot be reached.
+    """
+    try:
+        raw = load_dataset("nyu-mll/glue", task.name, **load_options)
+    except (ConnectionError, FileNotFoundError) as error:
+        advice = "Give --train_file and --validation_file to use local files."
+        raise DataError(f"GLUE could not be loaded from the Hub: {error}. {advice}") from error
     return DatasetDict(
         {
             # The Hub's test labels are all -1.

@@ -275,6 +275,15 @@ def test_the_hub_is_the_default(monkeypatch):
     assert splits["test_matched"][0] == {"sentence1": "p", "sentence2": "h"}
 
 
+def test_a_hub_out_of_reach_points_to_local_files(monkeypatch):
+    def load_dataset(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'nyu-mll/glue' on the Hub")
+
+    monkeypatch.setattr(glue_data, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match="Couldn't reach .*Give --train_file and --validation_file"):
+        glue_data.load_hub(TASKS["sst2"])
+
+
 @pytest.mark.parametrize(
     ("name", "split", "rows", "first"),
     [

@@ -132,9 +132,7 @@ def test_seq2seq_trainer_generates_between_steps(tmp_path, mode):
         model = BartForConditionalGeneration(config)
         start = flat(model)
         stock = arguments(str(tmp_path), optim, max_steps=4, adam_epsilon=1e-6, **MODES[mode]).to_dict()
-        kept = {
-            key: stock[key] for key in ("max_grad_norm", "learning_rate", "max_steps", "adam_epsilon", "seed")
-        }
+        shared = ("max_grad_norm", "learning_rate", "max_steps", "adam_epsilon", "seed")
         args = Seq2SeqTrainingArguments(
             output_dir=str(tmp_path),
             optim=optim,

@@ -39,8 +39,8 @@ LEARNING_RATES = {"forge_adamw": 2e-4, "forge_lion": 3e-5, "forge_sgd": 0.1}
 
 #: How far apart two exact runs may end, as a fraction of the way from start to end.
 #: Rounding alone grew to 1e-5 between `adamw_torch` and `adamw_torch_fused` on this model, and to 2e-5 and
-#: 8e-5 between `adamw_torch` and `forge_adamw` (seeds 4 and 0). Chaos sets the model's size: with three layers
-#: and batches of eight, torch's own two ended 16 % apart.
+#: 8e-5 between `adamw_torch` and `forge_adamw` (seeds 4 and 0). Chaos sets the model's size: with three
+#: layers and batches of eight, torch's own two ended 16 % apart.
 TOLERANCE = 2e-3
 
 
