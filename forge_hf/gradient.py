@@ -14,6 +14,7 @@ exceeds what torch needs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -97,7 +98,13 @@ class FactoredGradient:
         """Bytes held now."""
         return sum(self.storages().values())
 
-    def add_pair(self, dy_TN: Tensor, x_TK: Tensor, bounded: bool = True, borrowed: bool = False) -> None:
+    def add_pair(
+        self,
+        dy_TN: Tensor,
+        x_TK: Tensor,
+        bounded: bool = True,
+        keep_input: Callable[[Tensor], Tensor] = _compact,
+    ) -> None:
         """Add dY^T X.
 
         Args:
@@ -105,7 +112,7 @@ class FactoredGradient:
             x_TK: (T, K), its input, same dtype.
             bounded: Sum into a dense buffer when the pairs would need more memory than it. False for a pair
                 that is consumed at once.
-            borrowed: Somebody else may overwrite `x_TK` after backward, so it is copied when it is kept.
+            keep_input: Returns the form in which `x_TK` is held beyond this call: itself, or a copy.
         """
         self._fold_coefficient()
         self._norm_sq = None
@@ -118,7 +125,7 @@ class FactoredGradient:
             if sum(map(_compact_bytes, [*held, dy_TN, x_TK])) > self.dense_bytes:
                 accumulate_dense_(self._densify(), dy_TN, x_TK)
                 return
-            dy_TN, x_TK = _compact(dy_TN), x_TK.clone() if borrowed else _compact(x_TK)
+            dy_TN, x_TK = _compact(dy_TN), keep_input(x_TK)
         self.segments.append(Segment(dy_TN, x_TK, (_version(dy_TN), _version(x_TK))))
 
     def add_dense(self, grad: Tensor) -> None:

@@ -96,7 +96,7 @@ class _ForgeLinearFunction(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.x_dtype = x.dtype
         # No operation made x, so its owner may fill it anew, past the version counter (numpy, `.data`).
-        ctx.borrowed = not ctx.needs_input_grad[0]
+        ctx.borrowed = x.is_leaf and ctx.compute_dtype in (None, x.dtype)
         # Without grad an undefined dY would become zeros, and zeros are a gradient: decay, moments, a step.
         ctx.set_materialize_grads(False)
         if ctx.compute_dtype is not None:

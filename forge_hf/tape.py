@@ -65,6 +65,7 @@ class Tape:
         self.lost: list[str] = []
         self.settings: dict[int, StepScalars] = {}
         self._held_outputs: set[int] = set()
+        self._copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self._open_tasks: set[int] = set()
 
     def alive(self) -> bool:
@@ -110,6 +111,7 @@ class Tape:
     def leave_backward(self, task: int, completed: bool) -> None:
         """The backward `task` has ended."""
         self._open_tasks.discard(task)
+        self._copies.clear()
         if completed:
             self._unshare()
             return
@@ -123,6 +125,14 @@ class Tape:
     def note_held(self, dy_TN: Tensor) -> None:
         """Remember, until this backward ends, the memory of an output gradient that a slot keeps."""
         self._held_outputs.add(dy_TN.untyped_storage().data_ptr())
+
+    def own_copy(self, x_TK: Tensor) -> Tensor:
+        """Copy an input that its owner may overwrite; layers that read it in one backward share the copy."""
+        key = (x_TK.data_ptr(), x_TK.shape, x_TK.stride(), x_TK.dtype, x_TK.device)
+        if key not in self._copies:
+            # The original stays referenced, so that nothing else can come to its address.
+            self._copies[key] = (x_TK, x_TK.clone())
+        return self._copies[key][1]
 
     def _unshare(self) -> None:
         """Copy each `.grad` that autograd made of memory that a pair keeps (y = linear(x) + view of b).

@@ -24,18 +24,18 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from forge_hf.kernels import elementwise, rules, tiles, wgrad_norm, wgrad_update  # noqa: E402
+from forge_hf.kernels import elementwise, plan, rules, tiles, wgrad_norm, wgrad_update  # noqa: E402
 from forge_hf.scalars import StepScalars  # noqa: E402
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Their kernels say `do_not_specialize`.
+UNSPECIALIZED = ("T", "rng_key", "first_block", "blocks", "first_part", "parts_n", "parts")
 # Triton 3.9 writes PTX for the newer of the two.
 PTXAS = next((BIN / name for name in ("ptxas-blackwell", "ptxas") if (BIN / name).exists()), None)
 
 
-def report(
-    label: str, kernel: Any, arguments: dict[str, Any], num_warps: int = 4, num_stages: int = 3
-) -> None:
+def report(label: str, kernel: Any, arguments: dict[str, Any], tile: plan.Tile = plan.GENERIC) -> None:
     """Compile one kernel; `arguments` maps names to a pointer type ("*bf16"), a scalar type or a constant."""
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -44,13 +44,18 @@ def report(
         signature[name] = value if is_type else "constexpr"
         if not is_type:
             constants[(index,)] = value
-        elif value != "fp32" and name not in ("T", "rng_key"):
+        elif value != "fp32" and name not in UNSPECIALIZED:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages, **tiles.LAUNCH_OPTIONS},
+        options={
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            "maxnreg": tile.max_registers,
+            **tiles.LAUNCH_OPTIONS,
+        },
     )
     shared = compiled.metadata.shared
     assert shared <= 227 * 1024, f"{label}: {shared} bytes of shared memory"
@@ -82,24 +87,53 @@ def update_arguments(
     return {**arguments, "w_ptr": f"*{TYPES[weight]}", "rng_key": "i32"}
 
 
-def pair_arguments(operand: torch.dtype, even: bool) -> dict[str, Any]:
+def pair_arguments(operand: torch.dtype, even: bool, tile: plan.Tile) -> dict[str, Any]:
     """Arguments of the GEMM kernels for contiguous dy and x."""
-    tile = tiles.gemm_tile(operand)
     types = dict.fromkeys(("T", "N", "K", "stride_dt", "stride_xt"), "i32")
     blocks = {
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "BLOCK_T": tile.block_t,
+        "PARTS": tile.parts,
         "GROUP": tiles.GROUP_N,
     }
     pointers = {"dy_ptr": f"*{TYPES[operand]}", "x_ptr": f"*{TYPES[operand]}", "partial_ptr": "*fp32"}
-    return {**types, **blocks, **pointers, "stride_dn": 1, "stride_xk": 1, "EVEN": even, "INTERPRET": False}
+    flags = {"stride_dn": 1, "stride_xk": 1, "EVEN": even, "EVEN_T": even, "INTERPRET": False}
+    return {**types, **blocks, **pointers, **flags}
+
+
+def update_tiles(operand: torch.dtype, weight: torch.dtype, moment: torch.dtype | None) -> list[plan.Tile]:
+    """The tiles that `plan.update_tile` may choose for these dtypes."""
+    if operand == torch.float32:
+        return [plan.FP32]
+    narrow = weight.itemsize == 2 and (moment is None or moment.itemsize == 2)
+    return [plan.GENERIC, *((plan.HOPPER_PAIR, plan.HOPPER_WIDE) if narrow else (plan.HOPPER_WIDE_FP32,))]
+
+
+def report_gram(operand: torch.dtype, tokens: int) -> None:
+    """Compile the Gram kernels, whole and in parts."""
+    block_t, block_f = plan.gram_tile(tokens, operand)
+    ints = dict.fromkeys(("F", "stride_t", "blocks", "first_part", "parts_n", "parts"), "i32")
+    pointers = {"a_ptr": f"*{TYPES[operand]}", "tiles_ptr": "*fp32"}
+    blocks = {"BLOCK_T": block_t, "BLOCK_F": block_f, "stride_f": 1}
+    arguments = {**pair_arguments(operand, False, plan.GENERIC), **ints, **pointers, **blocks}
+    for kernel in (
+        wgrad_norm._gram_norm_kernel,
+        wgrad_norm._gram_part_kernel,
+        wgrad_norm._gram_product_kernel,
+    ):
+        report(f"{operand} {block_t}x{block_f}", kernel, arguments)
 
 
 def main(everything: bool) -> None:
     """Compile the usual variants, or all of them."""
     f32, bf16 = torch.float32, torch.bfloat16
-    cases = [("adamw", f32, bf16, bf16, True, True), ("adamw", bf16, f32, f32, False, False)]
+    cases = [
+        ("adamw", f32, bf16, bf16, True, True),
+        ("adamw", bf16, f32, f32, False, False),
+        ("adamw", bf16, bf16, bf16, True, True),
+        ("sgd", f32, bf16, None, True, True),
+    ]
     if everything:
         axes = itertools.product(
             ("adamw", "lion", "sgd"), TYPES, TYPES, (f32, bf16), (True, False), (True, False)
@@ -108,29 +142,30 @@ def main(everything: bool) -> None:
         cases += [("sgd", op, w, None, True, True) for op in TYPES for w in TYPES]
     for rule, operand, weight, moment, stochastic, even in cases:
         update = update_arguments(rule, weight, moment, stochastic, coefficient=even)
-        label = f"{rule} {operand} w={weight} m={moment} stochastic={stochastic} even={even}".replace(
-            "torch.", ""
-        )
-        tile = tiles.gemm_tile(operand)
-        arguments = {**pair_arguments(operand, even), **update, "norm_ptr": "*fp32" if even else None}
-        report(label, wgrad_update._wgrad_update_kernel, arguments, tile.num_warps, tile.num_stages)
+        flags = f"stochastic={stochastic} even={even}"
+        label = f"{rule} {operand} w={weight} m={moment} {flags}".replace("torch.", "")
+        norm = {"norm_ptr": "*fp32" if even else None}
+        for tile in update_tiles(operand, weight, moment):
+            arguments = {**pair_arguments(operand, even, tile), **update, **norm}
+            report(
+                f"{label} {tile.block_n}x{tile.block_k}", wgrad_update._wgrad_update_kernel, arguments, tile
+            )
         if operand == f32 or not everything:
-            dense = {**update, "g_ptr": f"*{TYPES[operand]}", "count": "i32", "BLOCK": elementwise._BLOCK}
+            blocks = {"count": "i32", "first_block": "i32", "EVEN": even, "BLOCK": elementwise.BLOCK}
+            dense = {**update, **norm, **blocks, "g_ptr": f"*{TYPES[operand]}"}
             report(label, elementwise._dense_update_kernel, dense)
     for operand in TYPES if everything else (bf16,):
-        tile = tiles.gemm_tile(operand)
-        for even in (True, False):
-            report(
-                f"{operand} {even}",
-                wgrad_norm._gemm_norm_kernel,
-                pair_arguments(operand, even),
-                4,
-                tile.num_stages,
-            )
+        for tile in (plan.FP32,) if operand == f32 else (plan.GENERIC, plan.HOPPER_NORM):
+            for even in (True, False):
+                arguments = pair_arguments(operand, even, tile)
+                report(
+                    f"{operand} {even} {tile.block_n}x{tile.block_k}",
+                    wgrad_norm._gemm_norm_kernel,
+                    arguments,
+                    tile,
+                )
         for tokens in (1, 512, 2048) if everything else (512,):
-            block_t, block_f = tiles.gram_tile(tokens, operand)
-            arguments = {**pair_arguments(operand, False), "BLOCK_T": block_t, "BLOCK_F": block_f}
-            report(f"{operand} {block_t}x{block_f}", wgrad_norm._gram_norm_kernel, arguments)
+            report_gram(operand, tokens)
 
 
 if __name__ == "__main__":

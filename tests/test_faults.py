@@ -217,9 +217,10 @@ def test_refused_step_moves_nothing_and_must_be_zeroed():
     model = build()
     optimizer = ForgeAdamW(model)
     before = snapshot(model)
-    x = torch.randn(4, 12)
+    x = 1.0 * torch.randn(4, 12, requires_grad=True)
     model(x).sum().backward()
-    x.zero_()
+    with torch.no_grad():
+        x.zero_()
     with pytest.raises(ForgeRefusal, match="The input of 'first.weight' was changed in place"):
         optimizer.step()
     assert same_bits(model, before)

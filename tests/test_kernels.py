@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forge_hf import reference
-from forge_hf.kernels import launch, wgrad_norm
+from forge_hf.kernels import launch, plan, wgrad_chunks, wgrad_norm, wgrad_update
 from forge_hf.scalars import StepScalars
 from tests.kernel_cases import (
     BF16,
@@ -105,6 +105,89 @@ def test_tile_order_covers_more_rows_than_a_group():
     torch.testing.assert_close(got, plain_rule("sgd", w, dy.T @ x, (), scalars_of("sgd"))[0])
     torch.testing.assert_close(norm_sq, (dy.T @ x).square().sum(), rtol=NORM_RTOL, atol=0)
     torch.testing.assert_close(wgrad_norm.gemm_norm_sq(dy, x), norm_sq, rtol=0, atol=0)
+
+
+TILES = [plan.GENERIC, plan.HOPPER_PAIR, plan.HOPPER_WIDE, plan.HOPPER_WIDE_FP32]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.block_n}x{tile.block_k}x{tile.parts}")
+@pytest.mark.parametrize("shape", [(256, 256, 64), (150, 270, 33)])
+def test_every_tile_of_the_table_agrees_with_the_reference(tile, shape, monkeypatch):
+    """Full and ragged tiles: each part of the epilogue updates its own elements, with their random bits."""
+    monkeypatch.setattr(wgrad_update, "update_tile", lambda *_: tile)
+    N, K, T = shape
+    w, moments = setup("adamw", N, K, BF16, BF16)
+    pair = [(randn(T, N, dtype=BF16), randn(T, K, dtype=BF16, seed=1))]
+    ours, norm_sq = update("adamw", w, pair, moments, scalars_of("adamw"), rng_key=KEY, want_norm_sq=True)
+    agree_with_the_reference(w, pair, moments, ours, norm_sq)
+
+
+def agree_with_the_reference(w, pair, moments, ours, norm_sq):
+    """The same stochastic roundings but where fp32 noise crosses a threshold, one in a hundred at most."""
+    twin = (w.clone(), *(m.clone() for m in moments))
+    twin_norm = reference.wgrad_update_(
+        twin[0], pair, twin[1:], "adamw", scalars_of("adamw"), rng_key=KEY, want_norm_sq=True
+    )
+    torch.testing.assert_close(norm_sq, twin_norm, rtol=NORM_RTOL, atol=0)
+    for got, want in zip(ours, twin, strict=True):
+        torch.testing.assert_close(got, want, rtol=2.0**-7, atol=LR_SHARE * 1e-2)
+        assert (got != want).double().mean() <= 0.01
+
+
+@pytest.mark.parametrize("shape", [(300, 136, 33), (128, 8, 5), (1, 64, 9)])
+def test_chunks_number_the_elements_as_the_whole_weight_does(shape, monkeypatch):
+    """Several chunks, the last of them ragged; fp32 operands, as `plan.uses_chunks` sends them here."""
+    monkeypatch.setattr(wgrad_update, "uses_chunks", lambda *_: True)
+    monkeypatch.setattr(wgrad_chunks, "BUFFER_BYTES", 4 * 136 * 128)
+    N, K, T = shape
+    w, moments = setup("adamw", N, K, BF16, BF16)
+    pair = [(randn(T, N), randn(T, K, seed=1))]
+    ours, norm_sq = update("adamw", w, pair, moments, scalars_of("adamw"), rng_key=KEY, want_norm_sq=True)
+    agree_with_the_reference(w, pair, moments, ours, norm_sq)
+    again, norm_again = update("adamw", w, pair, moments, scalars_of("adamw"), rng_key=KEY, want_norm_sq=True)
+    assert same_bits((*ours, norm_sq), (*again, norm_again))
+
+
+def test_chunks_stay_below_the_buffer_and_end_with_a_block():
+    for N, K in ((14336, 4096), (4096, 14336), (128256, 4096), (130, 776), (1, 8)):
+        rows = wgrad_chunks.chunk_rows(N, K)
+        assert rows % wgrad_chunks.ROW_STEP == 0 and 0 < 4 * rows * K <= wgrad_chunks.BUFFER_BYTES
+    assert wgrad_chunks.chunk_rows(4096, 4097) == 0  # its blocks would not end with a row
+    assert wgrad_chunks.chunk_rows(64, 1 << 17) == 0  # one step of rows exceeds the buffer
+
+
+def test_only_large_fp32_products_take_the_chunks(monkeypatch):
+    assert plan.uses_chunks(2048, 4096, 4096, F32) and not plan.uses_chunks(512, 4096, 4096, F32)
+    assert not plan.uses_chunks(2048, 4096, 4096, BF16)
+    assert not plan.uses_chunks(2049, 65, 130, F32)
+    monkeypatch.setattr(plan, "_tf32_is_allowed", lambda: True)
+    assert plan.uses_chunks(512, 4096, 4096, F32) and not plan.uses_chunks(33, 65, 130, F32)
+
+
+def test_tf32_is_read_from_torch():
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for allowed in (True, False):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            assert plan._tf32_is_allowed() is allowed
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_the_table_has_a_tile_for_every_card(monkeypatch):
+    """Off Hopper the generic one; there a large tile, where enough of them run."""
+    device = torch.device(DEVICE)
+    monkeypatch.setattr(plan, "_is_hopper", lambda _: False)
+    assert plan.update_tile(512, 4096, 4096, BF16, 2, device) == plan.GENERIC
+    assert plan.norm_tile(4096, 4096, BF16, device) == plan.GENERIC
+    monkeypatch.setattr(plan, "_is_hopper", lambda _: True)
+    assert plan.update_tile(512, 4096, 4096, F32, 4, device) == plan.FP32
+    assert plan.update_tile(512, 4096, 4096, BF16, 2, device) == plan.HOPPER_PAIR
+    assert plan.update_tile(2048, 4096, 4096, BF16, 2, device) == plan.HOPPER_WIDE
+    assert plan.update_tile(512, 4096, 4096, BF16, 4, device) == plan.HOPPER_WIDE_FP32
+    assert plan.update_tile(2048, 1024, 1536, BF16, 2, device) == plan.HOPPER_PAIR
+    assert plan.update_tile(512, 384, 384, BF16, 2, device) == plan.GENERIC
+    assert plan.norm_tile(4096, 4096, BF16, device) == plan.HOPPER_NORM
 
 
 def test_segments_are_one_gradient():

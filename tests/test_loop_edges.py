@@ -118,17 +118,17 @@ def test_norm_of_used_up_gradients_is_refused_and_not_the_rest_of_them():
 def _refill(buffer: Tensor, how: str) -> None:
     if how == "numpy":
         buffer.numpy()[:] = torch.randn(buffer.shape).numpy()
-    elif how == "data":
+    elif how.startswith("data"):
         buffer.data.copy_(torch.randn(buffer.shape))
     else:
         buffer.copy_(torch.randn(buffer.shape))
 
 
-@pytest.mark.parametrize("how", ["numpy", "data", "tensor"])
+@pytest.mark.parametrize("how", ["numpy", "data", "tensor", "data of a leaf with grad"])
 def test_input_buffers_may_be_filled_anew_before_the_step(how):
     def loop(model, optimizer):
         # Few tokens, so that pairs and not dense sums are held.
-        buffer = torch.zeros(2, IN)
+        buffer = torch.zeros(2, IN, requires_grad="leaf" in how)
         for _ in range(3):
             for _ in range(2):
                 _refill(buffer, how)

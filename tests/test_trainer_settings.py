@@ -21,6 +21,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
+    TrainingArguments,
 )
 
 import forge_hf  # noqa: F401 - registers the names where autoload is off
@@ -81,6 +82,14 @@ class RaggedTrainer(Trainer):
         super().__init__(*args, train_dataset=Ragged(train_dataset.kind), data_collator=_pad, **kwargs)
 
 
+# Older transformers 5 spell it as a flag.
+GROUPED = (
+    {"train_sampling_strategy": "group_by_length"}
+    if "train_sampling_strategy" in TrainingArguments.__dataclass_fields__
+    else {"group_by_length": True}
+)
+
+
 @both_modes
 @pytest.mark.parametrize("batch", [1, 3])
 def test_grouped_lengths_and_batches_of_one_token(tmp_path, mode, batch):
@@ -88,12 +97,13 @@ def test_grouped_lengths_and_batches_of_one_token(tmp_path, mode, batch):
         tmp_path,
         mode,
         trainer_cls=RaggedTrainer,
-        train_sampling_strategy="group_by_length",
+        **GROUPED,
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=3,
         max_steps=8,
     )
-    assert run.trainer.args.train_sampling_strategy == "group_by_length"
+    sampler = run.trainer._get_train_sampler(run.trainer.train_dataset)
+    assert type(sampler).__name__ == "LengthGroupedSampler"
 
 
 @both_modes

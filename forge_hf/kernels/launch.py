@@ -116,7 +116,7 @@ def dense_update_(
 
 
 def wgrad_norm_sq(segments: Sequence[Segment]) -> torch.Tensor:
-    """||sum_s dy_s^T x_s||_F^2 (0-d fp32), by Gram matrices or by the GEMM, whichever takes fewer FLOP.
+    """||sum_s dy_s^T x_s||_F^2 (0-d fp32), by Gram matrices or by the GEMM, whichever is faster.
 
     Several segments are concatenated along T first, as in `wgrad_update_`: their cross terms count.
 

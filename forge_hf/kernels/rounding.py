@@ -15,14 +15,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["random_bits", "store_rounded"]
+__all__ = ["hash_seed", "lane_seed", "random_bits", "store_rounded"]
 
 
 @triton.jit
-def random_bits(offset, rng_key, STREAM: tl.constexpr):
-    """32 random bits for each int64 element offset; `rng_key` is the key's int32 bit pattern."""
-    x = offset.to(tl.uint32) * 0x9E3779B1 + (offset >> 32).to(tl.uint32) * 0x85EBCA77
-    x += rng_key.to(tl.uint32) + ((STREAM * 0xC2B2AE3D) & 0xFFFFFFFF)
+def hash_seed(offset, rng_key):
+    """The part of the hash that is linear in the element index; `rng_key` is the key's int32 bit pattern.
+
+    So a seed at int64 `offset` plus `lane_seed(n)` is the seed at `offset + n`, as long as the sum does not
+    leave the 32-bit block of `offset`.
+    """
+    seed = offset.to(tl.uint32) * 0x9E3779B1 + (offset >> 32).to(tl.uint32) * 0x85EBCA77
+    return seed + rng_key.to(tl.uint32)
+
+
+@triton.jit
+def lane_seed(lane):
+    """What `lane` more elements add to a seed: one multiplication outside the loop over streams."""
+    return lane.to(tl.uint32) * 0x9E3779B1
+
+
+@triton.jit
+def random_bits(seed, STREAM: tl.constexpr):
+    """32 random bits for each element from its `hash_seed`."""
+    x = seed + ((STREAM * 0xC2B2AE3D) & 0xFFFFFFFF)
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
@@ -32,25 +48,23 @@ def random_bits(offset, rng_key, STREAM: tl.constexpr):
 
 
 @triton.jit
-def _bf16_from_bits(value, bits):
-    """The upper half of `bits` as bf16, except where `value` is infinite or NaN: those stay so."""
-    bits = tl.where(tl.abs(value) < float("inf"), bits, value.to(tl.uint32, bitcast=True))
-    # A NaN whose payload sits in the lower half would be truncated to an infinity.
-    bits = tl.where(value != value, 0x7FC00000, bits)
+def _upper_half(bits):
     return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _nearest_bf16(value, INTERPRET: tl.constexpr):
     if INTERPRET:  # whose cast to bf16 truncates
-        bits = value.to(tl.uint32, bitcast=True)
-        return _bf16_from_bits(value, bits + 0x7FFF + ((bits >> 16) & 1))
+        bits = tl.where(value != value, 0x7FC00000, value.to(tl.uint32, bitcast=True))
+        return _upper_half(bits + 0x7FFF + ((bits >> 16) & 1))
     return value.to(tl.bfloat16)
 
 
 @triton.jit
 def _stochastic_bf16(value, random):
-    return _bf16_from_bits(value, value.to(tl.uint32, bitcast=True) + (random & 0xFFFF))
+    """Infinity stays: 16 random bits never carry out of its empty mantissa. A NaN's full mantissa would."""
+    bits = tl.where(value != value, 0x7FC00000, value.to(tl.uint32, bitcast=True))
+    return _upper_half(bits + (random & 0xFFFF))
 
 
 @triton.jit
@@ -66,18 +80,14 @@ def _stochastic_fp16(value, random):
 
 @triton.jit
 def store_rounded(
-    ptr, offset, value, mask, rng_key, STREAM: tl.constexpr, STOCHASTIC: tl.constexpr, INTERPRET: tl.constexpr
+    ptr, offset, value, mask, seed, STREAM: tl.constexpr, STOCHASTIC: tl.constexpr, INTERPRET: tl.constexpr
 ):
     """Store fp32 `value` at `ptr + offset` in the pointer's dtype, rounded at random or to nearest even."""
     if ptr.dtype.element_ty == tl.bfloat16:
         if STOCHASTIC:
-            tl.store(ptr + offset, _stochastic_bf16(value, random_bits(offset, rng_key, STREAM)), mask=mask)
+            value = _stochastic_bf16(value, random_bits(seed, STREAM))
         else:
-            tl.store(ptr + offset, _nearest_bf16(value, INTERPRET), mask=mask)
+            value = _nearest_bf16(value, INTERPRET)
     elif ptr.dtype.element_ty == tl.float16:
-        if STOCHASTIC:
-            tl.store(ptr + offset, _stochastic_fp16(value, random_bits(offset, rng_key, STREAM)), mask=mask)
-        else:
-            tl.store(ptr + offset, value.to(tl.float16), mask=mask)
-    else:
-        tl.store(ptr + offset, value, mask=mask)
+        value = _stochastic_fp16(value, random_bits(seed, STREAM)) if STOCHASTIC else value.to(tl.float16)
+    tl.store(ptr + offset, value, mask=mask)

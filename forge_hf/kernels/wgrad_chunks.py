@@ -1,0 +1,70 @@
+"""Weight gradient by the vendor's GEMM, some rows at a time, each followed by the element-wise update.
+
+    for rows:  G = dy[:, rows]^T x;   norm_sq += sum G^2;   w[rows], moments[rows] = rule(coefficient * G)
+
+For fp32 operands, which `torch.mm` multiplies as it is told to (IEEE, unless TF32 was allowed). The buffer of
+one chunk is the only part of the gradient that exists.
+Shapes: dy (T, N), x (T, K), weight and moments (N, K).
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+
+from ..scalars import StepScalars
+from .elementwise import BLOCK, update_span
+from .rules import rule_arguments
+
+__all__ = ["chunk_rows", "launch_wgrad_chunks"]
+
+#: Bytes of a chunk's gradient.
+BUFFER_BYTES = 32 << 20
+#: Rows of a chunk are a multiple of this; with K % 8 == 0 that makes whole blocks of the element-wise kernel.
+ROW_STEP = 128
+
+
+def chunk_rows(N: int, K: int) -> int:
+    """Rows per chunk, the same for all but the last; 0 where no chunk fits the buffer or ends in a block."""
+    most = BUFFER_BYTES // (4 * K) // ROW_STEP * ROW_STEP if K % 8 == 0 else 0
+    if not most:
+        return 0
+    rows = triton.cdiv(N, triton.cdiv(N, most))
+    return triton.cdiv(rows, ROW_STEP) * ROW_STEP
+
+
+def launch_wgrad_chunks(
+    weight: torch.Tensor,
+    dy_TN: torch.Tensor,
+    x_TK: torch.Tensor,
+    moments: tuple[torch.Tensor, ...],
+    rule: str,
+    scalars: StepScalars,
+    coefficient: torch.Tensor | None,
+    rng_key: int | None,
+    want_norm_sq: bool,
+    rows: int,
+) -> torch.Tensor | None:
+    """Update on checked arguments, `rows` rows of the weight (a multiple of ROW_STEP) at a time."""
+    N, K = weight.shape
+    buffer = torch.empty((min(rows, N), K), dtype=torch.float32, device=weight.device)
+    partials = None
+    if want_norm_sq:
+        partials = torch.empty(triton.cdiv(N * K, BLOCK), dtype=torch.float32, device=weight.device)
+    arguments = rule_arguments(rule, scalars, coefficient, rng_key, moments)
+    with torch.no_grad(), _no_autocast(weight.device.type):
+        for first in range(0, N, rows):
+            last = min(first + rows, N)
+            grad = buffer[: last - first]
+            torch.mm(dy_TN[:, first:last].t(), x_TK, out=grad)
+            update_span(weight, grad, first * K // BLOCK, partials, arguments)
+    return None if partials is None else partials.sum()
+
+
+def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Autocast would round fp32 operands; only where on, as the context itself costs microseconds."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
