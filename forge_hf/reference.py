@@ -271,13 +271,21 @@ def wgrad_norm_sq(segments: Sequence[Segment]) -> Tensor:
 
 
 def _norm_sq_gram(segments: Sequence[Segment]) -> Tensor:
-    factors = [(dy_TN.float(), x_TK.float()) for dy_TN, x_TK in segments]
-    total = torch.zeros((), dtype=torch.float32, device=segments[0][0].device)
+    """The Gram form on centred inputs: G = sum dY^T (X - 1 m^T) + (sum dY)^T m^T, for the mean row m.
+
+    Inputs that are nearly the same for all tokens would otherwise cancel: measured 1.22 for a norm of 0.14.
+    """
+    tokens = sum(dy_TN.shape[0] for dy_TN, _ in segments)
+    mean_1K = torch.stack([x_TK.float().sum(0, keepdim=True) for _, x_TK in segments]).sum(0) / max(tokens, 1)
+    total_1N = torch.stack([dy_TN.float().sum(0, keepdim=True) for dy_TN, _ in segments]).sum(0)
+    factors = [(dy_TN.float(), x_TK.float() - mean_1K) for dy_TN, x_TK in segments]
+    factors.append((total_1N, mean_1K))
+    norm_sq = torch.zeros((), dtype=torch.float32, device=segments[0][0].device)
     for index, (dy_TN, x_TK) in enumerate(factors):
         for other, (dy_SN, x_SK) in enumerate(factors[: index + 1]):
             product = (dy_TN @ dy_SN.t()).mul_(x_TK @ x_SK.t()).sum()
-            total += product if other == index else 2.0 * product
-    return total.clamp_(min=0.0)
+            norm_sq += product if other == index else 2.0 * product
+    return norm_sq.clamp_(min=0.0)
 
 
 @plain_math

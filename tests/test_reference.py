@@ -15,7 +15,7 @@ from forge_hf import reference
 from forge_hf.rules import ADAMW, LION, RULES, SGD
 from forge_hf.scalars import StepScalars
 
-from .tolerances import GEMM_FP32, MEAN_STANDARD_ERRORS, ROUND_BF16, ROUND_FP16, UPDATE_FP32
+from .tolerances import GEMM_FP32, GRAD_NORM, MEAN_STANDARD_ERRORS, ROUND_BF16, ROUND_FP16, UPDATE_FP32
 
 N, K = 7, 13
 
@@ -212,3 +212,13 @@ def test_autocast_does_not_reach_the_update(rule):
             )
         results.append((weight, norm_sq, *moments))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_norm_of_nearly_constant_inputs_does_not_cancel():
+    x = 30.0 * torch.randn(1, 64) + 1e-3 * torch.randn(8, 64)
+    dy = torch.randn(8, 64)
+    dy -= dy.mean(0)
+    exact = (dy.double().t() @ x.double()).square().sum()
+    assert float(reference.wgrad_norm_sq([(dy, x)])) == pytest.approx(float(exact), rel=GRAD_NORM)
+    halves = [(dy[:3], x[:3]), (dy[3:], x[3:])]
+    assert float(reference.wgrad_norm_sq(halves)) == pytest.approx(float(exact), rel=GRAD_NORM)
