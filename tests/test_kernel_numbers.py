@@ -25,6 +25,7 @@ from tests.kernel_cases import (
     triton,
     update,
 )
+from tests.tolerances import GRAD_NORM
 
 tl = triton.language
 
@@ -165,3 +166,20 @@ def test_availability_and_empty_norm():
     assert launch.available(torch.zeros(1)) == tiles.INTERPRET
     with pytest.raises(ValueError, match="at least one segment"):
         launch.wgrad_norm_sq([])
+
+
+@pytest.mark.parametrize("dtype, noise", [(F32, 1e-3), (BF16, 0.5)])
+def test_centred_gram_does_not_cancel(dtype, noise):
+    x = (30.0 * torch.randn(1, 64) + noise * torch.randn(24, 64)).to(DEVICE, dtype)
+    dy = torch.randn(24, 48)
+    dy = (dy - dy.mean(0)).to(DEVICE, dtype)
+    exact = (dy.double().T @ x.double()).square().sum().item()
+    assert wgrad_norm.centred_gram_norm_sq(dy, x).item() == pytest.approx(exact, rel=GRAD_NORM)
+    if dtype == F32:
+        assert wgrad_norm.gram_norm_sq(dy, x).item() != pytest.approx(exact, rel=GRAD_NORM)
+
+
+def test_centred_gram_of_ordinary_inputs():
+    x, dy = torch.randn(40, 96).to(DEVICE, BF16), torch.randn(40, 32).to(DEVICE, BF16)
+    exact = (dy.double().T @ x.double()).square().sum().item()
+    assert wgrad_norm.centred_gram_norm_sq(dy, x).item() == pytest.approx(exact, rel=GRAD_NORM)

@@ -19,7 +19,7 @@ import torch
 from ..scalars import StepScalars
 from .elementwise import launch_dense_update
 from .tiles import INTERPRET
-from .wgrad_norm import gemm_norm_sq, gram_is_cheaper, gram_norm_sq
+from .wgrad_norm import centred_gram_norm_sq, gemm_norm_sq, gram_is_cheaper
 from .wgrad_update import launch_wgrad_update
 
 __all__ = ["Segment", "available", "dense_update_", "wgrad_norm_sq", "wgrad_update_"]
@@ -131,7 +131,10 @@ def wgrad_norm_sq(segments: Sequence[Segment]) -> torch.Tensor:
     dy_TN, x_TK = _merge(segments, dy.shape[1], x.shape[1], dy)
     (T, N), K = dy_TN.shape, x_TK.shape[1]
     with _on(dy):
-        return gram_norm_sq(dy_TN, x_TK) if gram_is_cheaper(T, N, K) else gemm_norm_sq(dy_TN, x_TK)
+        # A sum of loss-scaled fp16 gradients may overflow, which would pass for an overflow of the gradient.
+        if T and dy_TN.dtype != torch.float16 and gram_is_cheaper(T, N, K):
+            return centred_gram_norm_sq(dy_TN, x_TK)
+        return gemm_norm_sq(dy_TN, x_TK)
 
 
 def _on(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -16,7 +16,7 @@ import triton.language as tl
 from .plan import gram_is_cheaper, gram_part, gram_tile, norm_tile
 from .tiles import GROUP_N, INTERPRET, LAUNCH_OPTIONS, accumulate_tile, dot, tile_order
 
-__all__ = ["gemm_norm_sq", "gram_is_cheaper", "gram_norm_sq"]
+__all__ = ["centred_gram_norm_sq", "gemm_norm_sq", "gram_is_cheaper", "gram_norm_sq"]
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -174,3 +174,19 @@ def gram_norm_sq(dy_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
             tiles, partials, parts_n, parts, BLOCK_T=block_t, num_warps=4, **LAUNCH_OPTIONS
         )
     return partials.sum().clamp_(min=0.0)
+
+
+def centred_gram_norm_sq(dy_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
+    """`gram_norm_sq` that does not cancel when the rows of x are nearly the same (0-d fp32).
+
+        G = dy^T (x - 1 m^T) + s m^T,   s = sum_t dy_t,   for any row m: here the mean of x
+
+    so ||G||^2 = ||dy^T xc||^2 + 2 (dy s) . (xc m) + |s|^2 |m|^2. `m` is rounded to x's dtype first, which keeps
+    the identity. The copy xc takes T K elements for a moment.
+    """
+    mean_K = x_TK.mean(0, dtype=torch.float32).to(x_TK.dtype)
+    total_N = dy_TN.sum(0, dtype=torch.float32)
+    centred_TK = x_TK - mean_K
+    cross = torch.mv(dy_TN, total_N.to(dy_TN.dtype)).float().dot(torch.mv(centred_TK, mean_K).float())
+    outer = total_N.square().sum() * mean_K.float().square().sum()
+    return (gram_norm_sq(dy_TN, centred_TK) + 2.0 * cross + outer).clamp_(min=0.0)
