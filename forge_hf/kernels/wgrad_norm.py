@@ -181,8 +181,8 @@ def centred_gram_norm_sq(dy_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tenso
 
         G = dy^T (x - 1 m^T) + s m^T,   s = sum_t dy_t,   for any row m: here the mean of x
 
-    so ||G||^2 = ||dy^T xc||^2 + 2 (dy s) . (xc m) + |s|^2 |m|^2. `m` is rounded to x's dtype first, which keeps
-    the identity. The copy xc takes T K elements for a moment.
+    so ||G||^2 = ||dy^T xc||^2 + 2 (dy s) . (xc m) + |s|^2 |m|^2. `m` is rounded to the dtype of x, which
+    keeps the identity. The copy xc takes T K elements for a moment.
     """
     mean_K = x_TK.mean(0, dtype=torch.float32).to(x_TK.dtype)
     total_N = dy_TN.sum(0, dtype=torch.float32)
