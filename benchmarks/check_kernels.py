@@ -22,7 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
-from forge_hf import reference
+from forge_hf import rounding as rounding_of_torch
 from forge_hf.kernels import launch, tiles, wgrad_norm
 from forge_hf.scalars import StepScalars
 
@@ -131,7 +131,7 @@ def stochastic_bits(count: int, dtype: torch.dtype) -> Row:
     values = torch.randn(count, device=DEVICE) * 10.0 ** torch.randn(count, device=DEVICE)
     w = torch.zeros(count, device=DEVICE, dtype=dtype)
     launch.dense_update_(w, -values, (), "sgd", StepScalars(lr=1.0), rng_key=KEY)
-    wrong = _differing(w, reference.round_stochastic(values, dtype, KEY, 0))
+    wrong = _differing(w, rounding_of_torch.round_stochastic(values, dtype, KEY, 0))
     return _result("stochastic bits", str(count), _short(dtype), wrong, wrong == 0)
 
 
@@ -196,7 +196,7 @@ def beyond_32_bit_elements(N: int, K: int) -> list[Row]:
                 if grad is None
                 else 0.0 - 0.7 * grad[part].float()
             )
-            want = reference.round_stochastic(value, BF16, KEY, 0, start * K)
+            want = rounding_of_torch.round_stochastic(value, BF16, KEY, 0, start * K)
             wrong += _differing(w[part], want)
         rows.append(_result(f"more than 2^32 elements, {check}", f"{N}x{K}", "bf16", wrong, wrong == 0))
     return rows

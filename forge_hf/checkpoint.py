@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import quantized
 from .config import refuse
-from .state import format_for
+from .foreign import from_bitsandbytes
+from .quantized import Moment, QuantizedMoment
+from .state import LOW_BITS, SCALE, UNSIGNED, allocate_low_bits, convert_moment
 
 if TYPE_CHECKING:
     from .optimizer import ForgeOptimizer
@@ -100,21 +103,54 @@ def _parameter_state(
     saved = {key: value for key, value in saved.items() if value is not None}
     if not saved:
         return {}
+    saved = from_bitsandbytes(saved, names)
     counts_steps = "step" in saved or optimizer.rule.name == "sgd"
-    if set(saved) - {"step"} != set(names) or not counts_steps:
+    optional = {"step", LOW_BITS, *(name + SCALE for name in names)}
+    if set(saved) - optional != set(names) or not counts_steps:
         keys, expected = sorted(map(str, saved)), sorted({"step", *names})
         raise refuse("state_keys", index=index, found=keys, rule=optimizer.rule.name, expected=expected)
     result: dict[str, Any] = {"step": _step_counter(saved.get("step", 1.0), index)}
-    moment_format = format_for(optimizer.config.state, parameter)
     for name in names:
-        moment = saved[name]
-        if not isinstance(moment, Tensor) or moment.shape != parameter.shape:
-            found = tuple(moment.shape) if isinstance(moment, Tensor) else type(moment).__name__
-            raise refuse("state_shape", key=name, index=index, found=found, expected=tuple(parameter.shape))
-        if not moment.is_floating_point():
-            raise refuse("state_file", problem=f"'{name}' of parameter {index} has dtype {moment.dtype}")
-        result[name] = moment_format.convert(moment, parameter)
+        moment = _saved_moment(saved, name, index, parameter)
+        convert_moment(result, name, optimizer.config.state, parameter, moment)
+    allocate_low_bits(result, optimizer.config.weight_bits, parameter)
+    if LOW_BITS in result and LOW_BITS in saved:
+        _load_low_bits(result[LOW_BITS], saved[LOW_BITS], index)
     return result
+
+
+def _saved_moment(saved: dict[str, Any], name: str, index: int, parameter: Tensor) -> Moment:
+    """A moment of the checkpoint, checked."""
+    moment, scale = saved[name], saved.get(name + SCALE)
+    expected = tuple(parameter.shape)
+    if not isinstance(moment, Tensor) or moment.shape != parameter.shape:
+        found = tuple(moment.shape) if isinstance(moment, Tensor) else type(moment).__name__
+        raise refuse("state_shape", key=name, index=index, found=found, expected=expected)
+    if scale is None and moment.is_floating_point():
+        return moment
+    codes_dtype = torch.uint8 if name in UNSIGNED else torch.int8
+    if scale is None or moment.dtype != codes_dtype:
+        raise refuse("state_file", problem=f"'{name}' of parameter {index} has dtype {moment.dtype}")
+    rows, columns = quantized.rows_and_columns(parameter.shape)
+    blocks = (rows, -(-columns // quantized.BLOCK))
+    if not isinstance(scale, Tensor) or tuple(scale.shape) != blocks or scale.dtype != torch.uint8:
+        raise refuse("state_file", problem=f"'{name + SCALE}' of parameter {index} is not uint8 {blocks}")
+    return QuantizedMoment(moment, scale)
+
+
+def _load_low_bits(target: Tensor, saved: Any, index: int) -> None:
+    """Copy the low bits; 32-bit ones lose their lower half in a 24-bit run, and gain zeros the other way."""
+    if (
+        not isinstance(saved, Tensor)
+        or saved.shape != target.shape
+        or saved.dtype not in (torch.int8, torch.int16)
+    ):
+        raise refuse(
+            "state_file", problem=f"'{LOW_BITS}' of parameter {index} is not int8 or int16 of its shape"
+        )
+    shift = 8 * (target.itemsize - saved.itemsize)
+    wide = saved.to(torch.int32)
+    target.copy_(wide << shift if shift >= 0 else wide >> -shift)
 
 
 def _step_counter(step: Any, index: int) -> Tensor:

@@ -74,10 +74,11 @@ def parse_optim_args(optim_args: str | Mapping[str, Any] | None) -> dict[str, An
     return result
 
 
-_CHOICES = {
+_CHOICES: dict[str, tuple[Any, ...]] = {
     "update": ("auto", "backward", "step"),
     "clip": ("exact", "lagged"),
-    "state": ("auto", "fp32", "bf16"),
+    "state": ("auto", "fp32", "bf16", "8bit"),
+    "weight_bits": (16, 24, 32),
     "rounding": ("stochastic", "nearest"),
 }
 
@@ -91,10 +92,12 @@ class ForgeConfig:
             `optimizer.step()`), or "auto": "backward" when nothing has to see all gradients first, else
             "step".
         clip: "exact", or "lagged" (only with `update="backward"`): the clip coefficient of the previous step.
-        state: Storage of the moments: "fp32", "bf16", or "auto": fp32 for fp32 weights, bf16 for 16-bit
-            weights.
-        rounding: How 16-bit weights and moments are stored: "stochastic" or "nearest".
+        state: Storage of the moments: "fp32", "bf16", "8bit" (one byte and a 64th per element; tensors under
+            4,096 elements stay fp32), or "auto": fp32 for fp32 weights, bf16 for 16-bit weights.
+        rounding: How 8- and 16-bit moments and 16-bit weights are stored: "stochastic" or "nearest".
         seed: Seed of stochastic rounding, an integer in [0, 2**32).
+        weight_bits: Bits kept of a bf16 weight: 16, or 24 or 32, which the optimizer's state then holds one
+            or two more bytes per element for; 32 trains as fp32 weights do. fp32 weights are what they are.
 
     Raises:
         ForgeConfigError: a value has the wrong type or is out of range, or two values contradict each other.
@@ -105,6 +108,7 @@ class ForgeConfig:
     state: str = "auto"
     rounding: str = "stochastic"
     seed: int = 0
+    weight_bits: int = 16
 
     def __post_init__(self) -> None:
         """Read and check every field."""
@@ -113,9 +117,8 @@ class ForgeConfig:
             object.__setattr__(self, field.name, value)
             choices = _CHOICES.get(field.name)
             if choices and value not in choices:
-                raise ForgeConfigError(
-                    f"Option {field.name}='{value}' is unknown; {_nearest(value, list(choices))}"
-                )
+                hint = _nearest(str(value), list(map(str, choices)))
+                raise ForgeConfigError(f"Option {field.name}='{value}' is unknown; {hint}")
         if not 0 <= self.seed < 2**32:
             raise ForgeConfigError(f"Option seed={self.seed} is outside [0, 2**32).")
         if self.clip == "lagged" and self.update != "backward":

@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer
 from . import attach as _attach
 from . import checkpoint, guards
 from .attach import PathEntry
-from .config import ForgeConfig, refuse
+from .config import ForgeConfig, ForgeConfigError, refuse
 from .gradient import FactoredGradient
 from .rules import Rule
 from .slot import WeightSlot
@@ -104,6 +104,11 @@ class ForgeOptimizer(Optimizer):
             )
             if isinstance(parameter, Tensor) and parameter.requires_grad:
                 _attach.check_parameter(name, parameter)
+                if self.config.weight_bits != 16 and parameter.dtype == torch.float16:
+                    raise ForgeConfigError(
+                        f"weight_bits={self.config.weight_bits} extends bf16 weights, but '{name}' is fp16. "
+                        "Fix: load the model in bfloat16, or leave weight_bits out."
+                    )
         self.rule.validate({**self.defaults, **param_group})
         super().add_param_group({**param_group, "params": parameters})
         if self._report and self._model() is not None:

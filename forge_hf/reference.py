@@ -18,22 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .quantized import Moment, QuantizedMoment, dequantize, quantize_
+from .rounding import join_low_bits, random_bits, split_low_bits_, store_
 from .scalars import StepScalars
 
 __all__ = [
     "accumulate_dense_",
     "dense_update_",
     "plain_math",
-    "random_bits",
-    "round_stochastic",
     "wgrad_norm_sq",
     "wgrad_update_",
 ]
 
 #: Elements of W that are updated at a time; a few fp32 temporaries of this size are alive.
 CHUNK_ELEMENTS = 1 << 20
-
-_MASK32 = 0xFFFFFFFF
 
 Segment = tuple[Tensor, Tensor]
 
@@ -51,60 +49,6 @@ def plain_math(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(first, *args, **kwargs)
 
     return wrapper
-
-
-def random_bits(
-    count: int, rng_key: int, stream: int, start_index: int = 0, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Hash (key, stream, element index) to 32 bits, the same ones as the kernels draw.
-
-    Args:
-        count: Number of consecutive elements.
-        rng_key: Key of this update, in [0, 2**32).
-        stream: 0 for the weight, 1 and 2 for the moments.
-        start_index: Flat index of the first element.
-        device: Where to compute.
-
-    Returns:
-        int64 tensor of shape (count,), values in [0, 2**32).
-    """
-    index = torch.arange(start_index, start_index + count, dtype=torch.int64, device=device)
-    bits = (index & _MASK32) * 0x9E3779B1 + (index >> 32) * 0x85EBCA77 + (rng_key + stream * 0xC2B2AE3D)
-    bits &= _MASK32
-    bits ^= bits >> 16
-    bits = (bits * 0x7FEB352D) & _MASK32
-    bits ^= bits >> 15
-    bits = (bits * 0x846CA68B) & _MASK32
-    return bits ^ (bits >> 16)
-
-
-def round_stochastic(
-    values: Tensor, dtype: torch.dtype, rng_key: int, stream: int, start_index: int = 0
-) -> Tensor:
-    """Round fp32 `values` to bf16 or fp16 up or down at random, so that the expectation is the value itself.
-
-    Args:
-        values: fp32 tensor; its elements are numbered row by row from `start_index`.
-        dtype: torch.bfloat16 or torch.float16.
-        rng_key: See `random_bits`.
-        stream: See `random_bits`.
-        start_index: Flat index of the first element.
-
-    Returns:
-        Tensor of `dtype`. Non-finite values pass through.
-    """
-    flat = values.reshape(-1)
-    noise = random_bits(flat.numel(), rng_key, stream, start_index, flat.device)
-    drop = 16 if dtype == torch.bfloat16 else 13
-    noise = (noise & ((1 << drop) - 1)).to(torch.int32)
-    bits = (flat.view(torch.int32) + noise) & -(1 << drop)
-    rounded = bits.view(torch.float32)
-    if dtype == torch.float16:
-        # fp16's spacing is constant (2**-24) below its smallest normal number.
-        tiny = torch.floor(flat * 2.0**24 + noise.to(torch.float32) / 8192.0) * 2.0**-24
-        rounded = torch.where(flat.abs() < 2.0**-14, tiny, rounded)
-    rounded = torch.where(torch.isfinite(flat), rounded, flat)
-    return rounded.to(dtype).reshape(values.shape)
 
 
 def _adamw(w: Tensor, g: Tensor, moments: Sequence[Tensor], s: StepScalars) -> None:
@@ -138,29 +82,57 @@ _ARITHMETIC: dict[str, Callable[[Tensor, Tensor, Sequence[Tensor], StepScalars],
 }
 
 
-def _store_(target: Tensor, values: Tensor, rng_key: int | None, stream: int, start_index: int) -> None:
-    if target.data_ptr() == values.data_ptr():
+def _load(stored: Moment) -> Tensor:
+    return stored.float() if isinstance(stored, Tensor) else dequantize(stored)
+
+
+def _store_moment_(
+    target: Moment, values: Tensor, rng_key: int | None, stream: int, start_index: int
+) -> None:
+    if isinstance(target, Tensor):
+        store_(target, values, rng_key, stream, start_index)
         return
-    if rng_key is not None and target.dtype in (torch.bfloat16, torch.float16):
-        values = round_stochastic(values, target.dtype, rng_key, stream, start_index)
-    target.copy_(values)
+    uniform = None
+    if rng_key is not None:
+        bits = random_bits(values.numel(), rng_key, stream, start_index, values.device)
+        uniform = (bits >> 8).to(torch.float32) * 2.0**-24
+    quantize_(target, values, uniform)
 
 
 def _update_rows_(
     weight: Tensor,
     grad: Tensor,
-    moments: Sequence[Tensor],
+    moments: Sequence[Moment],
     rule: str,
     scalars: StepScalars,
     rng_key: int | None,
+    low: Tensor | None,
     start_index: int,
 ) -> None:
     """Update one chunk; `Tensor.float` copies 16-bit storage, and fp32 storage is updated in place."""
-    w = weight.float()
-    new_moments = [moment.float() for moment in moments]
+    w = weight.float() if low is None else join_low_bits(weight, low)
+    new_moments = [_load(moment) for moment in moments]
     _ARITHMETIC[rule](w, grad, new_moments, scalars)
-    for stream, (target, values) in enumerate(zip((weight, *moments), (w, *new_moments), strict=True)):
-        _store_(target, values, rng_key, stream, start_index)
+    if low is None:
+        store_(weight, w, rng_key, 0, start_index)
+    else:
+        count, device = w.numel(), w.device
+        noise = None if rng_key is None else random_bits(count, rng_key, 0, start_index, device)
+        split_low_bits_(weight, low, w, noise)
+    for stream, (target, values) in enumerate(zip(moments, new_moments, strict=True), start=1):
+        _store_moment_(target, values, rng_key, stream, start_index)
+
+
+def _rows_of(moment: Moment, rows: slice) -> Moment:
+    if isinstance(moment, Tensor):
+        return moment[rows]
+    return QuantizedMoment(moment.codes[rows], moment.scale[rows])
+
+
+def _as_one_row(moment: Moment) -> Moment:
+    if isinstance(moment, Tensor):
+        return moment.view(1, -1)
+    return QuantizedMoment(moment.codes.view(1, -1), moment.scale)
 
 
 def _row_chunks(shape: torch.Size) -> list[slice]:
@@ -185,12 +157,13 @@ def _gradient_rows(segments: Sequence[Segment], rows: slice, columns: int) -> Te
 def wgrad_update_(
     weight: Tensor,
     segments: Sequence[Segment],
-    moments: Sequence[Tensor],
+    moments: Sequence[Moment],
     rule: str,
     scalars: StepScalars,
     *,
     coefficient: Tensor | None = None,
     rng_key: int | None = None,
+    low: Tensor | None = None,
     want_norm_sq: bool = False,
 ) -> Tensor | None:
     """Update a weight from its gradient's factors: W, moments <- rule(W, moments, c * sum_s dY_s^T X_s).
@@ -198,12 +171,13 @@ def wgrad_update_(
     Args:
         weight: (N, K), fp32, bf16 or fp16, updated in place.
         segments: Pairs (dy_TN, x_TK) of one floating dtype each; T may differ between pairs and may be 0.
-        moments: Tensors of weight's shape, fp32 or bf16, in the order of `Rule.moment_names`, updated in
-            place.
+        moments: Tensors of weight's shape, fp32 or bf16, or `QuantizedMoment`s, in the order of
+            `Rule.moment_names`, updated in place.
         rule: "adamw", "lion" or "sgd".
         scalars: Numbers of this update.
         coefficient: 0-d fp32 tensor that multiplies the gradient, or None for 1.
-        rng_key: Key of stochastic rounding of 16-bit storage, or None to round to nearest.
+        rng_key: Key of stochastic rounding of 8- and 16-bit storage, or None to round to nearest.
+        low: Low bits of a bf16 weight (see `split_low_bits_`), updated in place, or None.
         want_norm_sq: Also return the squared Frobenius norm of the gradient, before the coefficient.
 
     Returns:
@@ -218,8 +192,9 @@ def wgrad_update_(
             norm_sq += grad.square().sum()
         if coefficient is not None:
             grad.mul_(coefficient)
-        chunk = [moment[rows] for moment in moments]
-        _update_rows_(weight[rows], grad, chunk, rule, scalars, rng_key, rows.start * columns)
+        chunk = [_rows_of(moment, rows) for moment in moments]
+        below, start = None if low is None else low[rows], rows.start * columns
+        _update_rows_(weight[rows], grad, chunk, rule, scalars, rng_key, below, start)
     return norm_sq
 
 
@@ -227,23 +202,26 @@ def wgrad_update_(
 def dense_update_(
     weight: Tensor,
     grad: Tensor,
-    moments: Sequence[Tensor],
+    moments: Sequence[Moment],
     rule: str,
     scalars: StepScalars,
     *,
     coefficient: Tensor | None = None,
     rng_key: int | None = None,
+    low: Tensor | None = None,
 ) -> None:
     """Update a parameter of any shape from its gradient of that shape; the rest as in `wgrad_update_`."""
-    if weight.dim() == 0:
-        weight, grad, moments = weight.view(1), grad.view(1), [moment.view(1) for moment in moments]
+    if weight.dim() == 0 or any(isinstance(m, QuantizedMoment) and weight.dim() == 1 for m in moments):
+        weight, grad, low = weight.view(1, -1), grad.view(1, -1), None if low is None else low.view(1, -1)
+        moments = [_as_one_row(moment) for moment in moments]
     columns = weight.shape[1:].numel()
     for rows in _row_chunks(weight.shape):
         part = grad[rows].float()
         if coefficient is not None:
             part = part * coefficient
-        chunk = [moment[rows] for moment in moments]
-        _update_rows_(weight[rows], part, chunk, rule, scalars, rng_key, rows.start * columns)
+        chunk = [_rows_of(moment, rows) for moment in moments]
+        below, start = None if low is None else low[rows], rows.start * columns
+        _update_rows_(weight[rows], part, chunk, rule, scalars, rng_key, below, start)
 
 
 @plain_math

@@ -1,51 +1,100 @@
-"""Storage of the moments: plain tensors in, plain tensors out.
+"""Storage of the moments and of a weight's low bits: plain tensors in the optimizer's state.
 
-A format says in which dtype a moment lives and how a tensor of another format becomes one. The update kernels
-read and write the stored form; the rest of the code only allocates, converts and counts.
+A format says how a moment is stored and how a tensor of another format becomes one. The update kernels read
+and write the stored form; the rest of the code only allocates, converts and counts.
+
+    key                  tensor
+    step                 0-d fp32 on the CPU
+    exp_avg, ...         the moment; int8 or uint8 codes in format "8bit"
+    exp_avg_scale, ...   uint8 units of the codes, only in format "8bit" (see `quantized.py`)
+    weight_low           int8 or int16, only with `weight_bits` (see `rounding.py`)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["FORMATS", "MomentFormat", "format_for", "rounding_key", "state_bytes"]
+from . import quantized
+from .quantized import Moment, QuantizedMoment
+
+__all__ = [
+    "LOW_BITS",
+    "SCALE",
+    "UNSIGNED",
+    "allocate_low_bits",
+    "allocate_moment",
+    "convert_moment",
+    "format_for",
+    "moment_of",
+    "rounding_key",
+    "state_bytes",
+]
+
+#: Suffix of the key of an 8-bit moment's scale, and the key of a weight's low bits.
+SCALE, LOW_BITS = "_scale", "weight_low"
+#: Tensors with fewer elements keep fp32 moments in format "8bit".
+SMALLEST_QUANTIZED = 4096
+#: Moments that are never negative.
+UNSIGNED = frozenset({"exp_avg_sq"})
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_LOW_DTYPES = {24: torch.int8, 32: torch.int16}
 
 
-@dataclass(frozen=True)
-class MomentFormat:
-    """One way to store a moment.
+def format_for(option: str, weight: Tensor) -> str:
+    """Format of `weight`'s moments: "fp32", "bf16" or "8bit".
 
-    Attributes:
-        name: Value of the option `state`.
-        dtype: dtype of the stored tensor.
+    "auto" is fp32 for fp32 weights and bf16 for 16-bit ones. "8bit" is fp32 for tensors of fewer than 4,096
+    elements, which need the precision more than the memory, and for those that are not contiguous.
     """
-
-    name: str
-    dtype: torch.dtype
-
-    def allocate(self, weight: Tensor) -> Tensor:
-        """Zero moment for `weight`: its shape, device and memory layout."""
-        return torch.zeros_like(weight, dtype=self.dtype, memory_format=torch.preserve_format)
-
-    def convert(self, moment: Tensor, weight: Tensor) -> Tensor:
-        """Copy of `moment` in this format, on `weight`'s device and in its memory layout."""
-        return self.allocate(weight).copy_(moment)
-
-
-FORMATS: dict[str, MomentFormat] = {
-    "fp32": MomentFormat("fp32", torch.float32),
-    "bf16": MomentFormat("bf16", torch.bfloat16),
-}
-
-
-def format_for(option: str, weight: Tensor) -> MomentFormat:
-    """Format of `weight`'s moments; "auto" is fp32 for fp32 weights and bf16 for 16-bit ones."""
     if option == "auto":
-        option = "fp32" if weight.dtype == torch.float32 else "bf16"
-    return FORMATS[option]
+        return "fp32" if weight.dtype == torch.float32 else "bf16"
+    if option == "8bit" and (weight.numel() < SMALLEST_QUANTIZED or not weight.is_contiguous()):
+        return "fp32"
+    return option
+
+
+def allocate_moment(state: dict[str, Any], name: str, option: str, weight: Tensor) -> None:
+    """Put a moment of zeros for `weight` into `state`: its shape, device and memory layout."""
+    name_of_format = format_for(option, weight)
+    if name_of_format == "8bit":
+        moment = quantized.zeros(weight, signed=name not in UNSIGNED)
+        state[name], state[name + SCALE] = moment
+    else:
+        dtype = _DTYPES[name_of_format]
+        state[name] = torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def convert_moment(state: dict[str, Any], name: str, option: str, weight: Tensor, moment: Moment) -> None:
+    """Put a copy of `moment` into `state` in the format that `option` means, on `weight`'s device."""
+    allocate_moment(state, name, option, weight)
+    if isinstance(moment, QuantizedMoment):
+        if name + SCALE in state:
+            state[name].copy_(moment.codes)
+            state[name + SCALE].copy_(moment.scale)
+            return
+        moment = quantized.dequantize(moment)
+    if name + SCALE in state:
+        values = moment.detach().to(device=weight.device, dtype=torch.float32)
+        quantized.quantize_(QuantizedMoment(state[name], state[name + SCALE]), values)
+    else:
+        state[name].copy_(moment)
+
+
+def moment_of(state: Mapping[str, Any], name: str) -> Moment:
+    """The moment as the backends take it."""
+    scale = state.get(name + SCALE)
+    return state[name] if scale is None else QuantizedMoment(state[name], scale)
+
+
+def allocate_low_bits(state: dict[str, Any], weight_bits: int, weight: Tensor) -> None:
+    """Put the low bits of a bf16 `weight` into `state`, zero at first; other weights have none."""
+    if weight_bits != 16 and weight.dtype == torch.bfloat16:
+        dtype = _LOW_DTYPES[weight_bits]
+        state[LOW_BITS] = torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def rounding_key(seed: int, step: int, index: int) -> int:

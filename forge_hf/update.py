@@ -10,8 +10,9 @@ from torch import Tensor
 from .config import ForgeConfig
 from .dispatch import backend_for
 from .gradient import FactoredGradient
+from .quantized import Moment
 from .rules import Rule
-from .state import format_for, rounding_key
+from .state import LOW_BITS, allocate_low_bits, allocate_moment, moment_of, rounding_key
 
 __all__ = ["apply_"]
 
@@ -42,6 +43,7 @@ def apply_(
         0-d fp32 tensor, or None.
     """
     moments = _moments(rule, config, group, state, parameter)
+    low = state.get(LOW_BITS)
     step = int(state["step"]) + 1
     stochastic = config.rounding == "stochastic"
     arguments: dict[str, Any] = {
@@ -49,6 +51,7 @@ def apply_(
         "rule": rule.name,
         "scalars": rule.scalars(group, step),
         "rng_key": rounding_key(config.seed, step, number) if stochastic else None,
+        "low": low,
     }
     backend, weight, norm_sq = backend_for(parameter), parameter.detach(), None
     if isinstance(gradient, Tensor):
@@ -67,11 +70,12 @@ def apply_(
 
 def _moments(
     rule: Rule, config: ForgeConfig, group: dict[str, Any], state: dict[str, Any], parameter: Tensor
-) -> tuple[Tensor, ...]:
+) -> tuple[Moment, ...]:
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32)
+        allocate_low_bits(state, config.weight_bits, parameter)
     names = rule.moment_names(group)
     for name in names:
         if name not in state:
-            state[name] = format_for(config.state, parameter).allocate(parameter)
-    return tuple(state[name] for name in names)
+            allocate_moment(state, name, config.state, parameter)
+    return tuple(moment_of(state, name) for name in names)

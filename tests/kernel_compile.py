@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from forge_hf.kernels import elementwise, plan, rules, tiles, wgrad_norm, wgrad_update  # noqa: E402
+from forge_hf.quantized import QuantizedMoment  # noqa: E402
 from forge_hf.scalars import StepScalars  # noqa: E402
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -79,12 +80,19 @@ def update_arguments(
     rule: str, weight: torch.dtype, moment: torch.dtype | None, stochastic: bool, coefficient: bool
 ) -> dict[str, Any]:
     """What `rules.rule_arguments` passes, with types for run-time values."""
-    moments = () if moment is None else (f"*{TYPES[moment]}",) * (2 if rule == "adamw" else 1)
+    kinds: tuple[Any, ...] = ()
+    if moment == torch.int8:
+        kinds = (QuantizedMoment("*i8", "*u8"), QuantizedMoment("*u8", "*u8"))
+    elif moment is not None:
+        kinds = (f"*{TYPES[moment]}",) * 2
     arguments = rules.rule_arguments(
-        rule, StepScalars(lr=1.0), "*fp32" if coefficient else None, 7 if stochastic else None, moments
+        rule,
+        StepScalars(lr=1.0),
+        "*fp32" if coefficient else None,
+        7 if stochastic else None,
+        kinds if rule == "adamw" else kinds[:1],
     )
-    arguments = {name: "fp32" if isinstance(value, float) else value for name, value in arguments.items()}
-    return {**arguments, "w_ptr": f"*{TYPES[weight]}", "rng_key": "i32"}
+    return {**arguments, "w_ptr": f"*{TYPES[weight]}", "numbers_ptr": "*fp32", "rng_key": "i32"}
 
 
 def pair_arguments(operand: torch.dtype, even: bool, tile: plan.Tile) -> dict[str, Any]:
@@ -105,8 +113,8 @@ def pair_arguments(operand: torch.dtype, even: bool, tile: plan.Tile) -> dict[st
 def update_tiles(operand: torch.dtype, weight: torch.dtype, moment: torch.dtype | None) -> list[plan.Tile]:
     """The tiles that `plan.update_tile` may choose for these dtypes."""
     if operand == torch.float32:
-        return [plan.FP32]
-    narrow = weight.itemsize == 2 and (moment is None or moment.itemsize == 2)
+        return [plan.FP32._replace(parts=2) if moment == torch.int8 else plan.FP32]
+    narrow = weight.itemsize == 2 and (moment is None or moment.itemsize <= 2)
     return [plan.GENERIC, *((plan.HOPPER_PAIR, plan.HOPPER_WIDE) if narrow else (plan.HOPPER_WIDE_FP32,))]
 
 
@@ -132,11 +140,13 @@ def main(everything: bool) -> None:
         ("adamw", f32, bf16, bf16, True, True),
         ("adamw", bf16, f32, f32, False, False),
         ("adamw", bf16, bf16, bf16, True, True),
+        ("adamw", bf16, bf16, torch.int8, True, True),
+        ("adamw", bf16, f32, torch.int8, True, False),
         ("sgd", f32, bf16, None, True, True),
     ]
     if everything:
         axes = itertools.product(
-            ("adamw", "lion", "sgd"), TYPES, TYPES, (f32, bf16), (True, False), (True, False)
+            ("adamw", "lion", "sgd"), TYPES, TYPES, (f32, bf16, torch.int8), (True, False), (True, False)
         )
         cases = [(rule, op, w, m, sr, even) for rule, op, w, m, sr, even in axes]
         cases += [("sgd", op, w, None, True, True) for op in TYPES for w in TYPES]
@@ -151,7 +161,7 @@ def main(everything: bool) -> None:
                 f"{label} {tile.block_n}x{tile.block_k}", wgrad_update._wgrad_update_kernel, arguments, tile
             )
         if operand == f32 or not everything:
-            blocks = {"count": "i32", "first_block": "i32", "EVEN": even, "BLOCK": elementwise.BLOCK}
+            blocks = {"columns": "i32", "first_block": "i32", "EVEN": even, "BLOCK": elementwise.BLOCK}
             dense = {**update, **norm, **blocks, "g_ptr": f"*{TYPES[operand]}"}
             report(label, elementwise._dense_update_kernel, dense)
     for operand in TYPES if everything else (bf16,):

@@ -41,7 +41,8 @@ def test_name_given_twice():
     [
         (
             {"updaet": "step"},
-            r"Unknown option 'updaet'; did you mean 'update'\? Valid: update, clip, state, rounding, seed\.",
+            r"Unknown option 'updaet'; did you mean 'update'\? "
+            r"Valid: update, clip, state, rounding, seed, weight_bits\.",
         ),
         ({"update_mode": "step"}, r"did you mean 'update'\?"),
         ({"zzz": "1"}, r"Unknown option 'zzz'; Valid: update"),
@@ -53,7 +54,9 @@ def test_name_given_twice():
         ({"update": True}, "update=True is not a valid str"),
         ({"clip": "lag"}, r"did you mean 'lagged'\?"),
         ({"state": "fp16"}, r"did you mean 'fp32'\?|did you mean 'bf16'\?"),
-        ({"state": "8bit"}, "state='8bit' is unknown"),
+        ({"state": "4bit"}, r"did you mean '8bit'\?"),
+        ({"weight_bits": "23"}, "weight_bits='23' is unknown; did you mean '32'\\? Valid: 16, 24, 32"),
+        ({"weight_bits": 8}, "weight_bits='8' is unknown"),
         ({"rounding": "Nearest"}, r"did you mean 'nearest'\?"),
         ({"seed": "one"}, "seed='one' is not a valid int"),
         ({"seed": "1.5"}, "seed='1.5' is not a valid int"),

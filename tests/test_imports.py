@@ -19,9 +19,9 @@ PACKAGE = Path(forge_hf.__file__).parent
 # Imports go from later lines to the same or earlier ones.
 LEVELS = [
     ["refusals", "scalars"],
-    ["config"],
+    ["config", "quantized", "rounding"],
     ["kernels", "reference"],
-    ["state", "rules", "dispatch"],
+    ["state", "rules", "dispatch", "foreign"],
     ["gradient", "layers"],
     ["slot"],
     ["tape"],

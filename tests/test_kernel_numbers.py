@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from forge_hf import reference
+from forge_hf import rounding as rounding_of_torch
 from forge_hf.kernels import launch, plan, rounding, tiles, wgrad_norm
 from forge_hf.scalars import StepScalars
 from tests.kernel_cases import (
@@ -98,7 +98,7 @@ def test_stochastic_rounding_draws_the_bits_of_the_reference(dtype, key):
     number = ~values.isnan()
     wants = ((w, values, dtype, 0), (m, values, BF16, 1), (v, values * values, BF16, 2))
     for got, value, storage, stream in wants:
-        want = reference.round_stochastic(value, storage, key, stream)
+        want = rounding_of_torch.round_stochastic(value, storage, key, stream)
         assert torch.equal(got[number].view(torch.int16), want[number].view(torch.int16)), f"stream {stream}"
         assert bool(got[~number].isnan().all())
 
@@ -116,7 +116,7 @@ def _bits_kernel(out_ptr, start, key, STREAM: tl.constexpr):
 def test_random_bits_beyond_32_bit_offsets(start):
     out = torch.zeros(128, dtype=torch.int64, device=DEVICE)
     _bits_kernel[(1,)](out, start, KEY - 2**32, STREAM=2)
-    assert torch.equal(out.cpu() & 0xFFFFFFFF, reference.random_bits(128, KEY, 2, start))
+    assert torch.equal(out.cpu() & 0xFFFFFFFF, rounding_of_torch.random_bits(128, KEY, 2, start))
 
 
 @pytest.mark.parametrize(("dtype", "unit"), [(BF16, 2.0**-7), (F16, 2.0**-10)])

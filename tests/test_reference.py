@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forge_hf import reference
+from forge_hf import rounding as rounding_of_torch
 from forge_hf.rules import ADAMW, LION, RULES, SGD
 from forge_hf.scalars import StepScalars
 
@@ -35,7 +36,7 @@ def hash_bits(index: int, key: int, stream: int) -> int:
 @pytest.mark.parametrize("stream", [0, 1, 2])
 def test_random_bits(start, key, stream):
     expected = [hash_bits(start + offset, key, stream) for offset in range(6)]
-    assert reference.random_bits(6, key, stream, start).tolist() == expected
+    assert rounding_of_torch.random_bits(6, key, stream, start).tolist() == expected
 
 
 @settings(max_examples=200, deadline=None)
@@ -46,7 +47,7 @@ def test_random_bits(start, key, stream):
 )
 def test_stochastic_rounding_goes_to_a_neighbour(value, key, dtype):
     exact = torch.tensor([value])
-    rounded = reference.round_stochastic(exact, dtype, key, 0)
+    rounded = rounding_of_torch.round_stochastic(exact, dtype, key, 0)
     nearest = exact.to(dtype)
     if not torch.isfinite(exact) or exact.item() == nearest.item():
         assert torch.equal(rounded, nearest)
@@ -63,21 +64,21 @@ def test_stochastic_rounding_goes_to_a_neighbour(value, key, dtype):
 def test_stochastic_rounding_is_right_on_average(dtype, spacing, fraction, sign):
     count = 200_000
     values = torch.full((count,), sign * (1.0 + fraction * spacing))
-    mean = reference.round_stochastic(values, dtype, 99, 1).double().mean().item()
+    mean = rounding_of_torch.round_stochastic(values, dtype, 99, 1).double().mean().item()
     error = spacing * math.sqrt(fraction * (1 - fraction) / count)
     assert abs(mean - values[0].item()) < MEAN_STANDARD_ERRORS * error
 
 
 def test_stochastic_rounding_of_fp16_subnormals_is_right_on_average():
     values = torch.full((200_000,), 3.25 * 2.0**-24)
-    mean = reference.round_stochastic(values, torch.float16, 7, 0).double().mean().item() * 2.0**24
+    mean = rounding_of_torch.round_stochastic(values, torch.float16, 7, 0).double().mean().item() * 2.0**24
     assert abs(mean - 3.25) < MEAN_STANDARD_ERRORS * math.sqrt(0.25 * 0.75 / 200_000)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_non_finite_values_pass_through(value, dtype):
-    rounded = reference.round_stochastic(torch.full((5,), value), dtype, 3, 0)
+    rounded = rounding_of_torch.round_stochastic(torch.full((5,), value), dtype, 3, 0)
     assert torch.equal(rounded.isnan(), torch.full((5,), math.isnan(value)))
     assert math.isnan(value) or (rounded == value).all()
 
@@ -163,7 +164,7 @@ def test_16_bit_storage_is_the_fp32_update_rounded_once(rule, group, key, dtype,
         if key is None:
             assert torch.equal(got, value.to(got.dtype))
         else:
-            assert torch.equal(got, reference.round_stochastic(value, got.dtype, key, stream))
+            assert torch.equal(got, rounding_of_torch.round_stochastic(value, got.dtype, key, stream))
             assert ((got.float() - value).abs() <= (unit if stream == 0 else ROUND_BF16) * value.abs()).all()
 
 

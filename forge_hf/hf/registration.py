@@ -27,8 +27,14 @@ __all__ = [
     "require_layout",
 ]
 
-#: Value of `optim` -> name of the public class.
-FORGE_OPTIMIZERS = {"forge_adamw": "ForgeAdamW", "forge_lion": "ForgeLion", "forge_sgd": "ForgeSGD"}
+#: Value of `optim` -> name of the public class, and the options that the name stands for.
+FORGE_OPTIMIZERS: dict[str, tuple[str, dict[str, str]]] = {
+    "forge_adamw": ("ForgeAdamW", {}),
+    "forge_adamw_8bit": ("ForgeAdamW", {"state": "8bit"}),
+    "forge_lion": ("ForgeLion", {}),
+    "forge_lion_8bit": ("ForgeLion", {"state": "8bit"}),
+    "forge_sgd": ("ForgeSGD", {}),
+}
 _SUPPORTED = "5.0.0 to 5.24.0 are tested"
 
 _problems: list[str] = []
@@ -113,7 +119,7 @@ def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(args, model)
         from .settings import optimizer_class_and_kwargs
 
-        return optimizer_class_and_kwargs(name, FORGE_OPTIMIZERS[name], args, model)
+        return optimizer_class_and_kwargs(name, *FORGE_OPTIMIZERS[name], args, model)
 
     get_optimizer_cls_and_kwargs._forge_hf = True  # type: ignore[attr-defined]
     return get_optimizer_cls_and_kwargs

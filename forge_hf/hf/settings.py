@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from typing import Any
 
-from ..config import ForgeConfig, refuse
+from ..config import ForgeConfig, ForgeConfigError, parse_optim_args, refuse
 from ..rules import Rule
 
 __all__ = ["optimizer_class_and_kwargs", "refuse_environment", "resolve_update"]
@@ -15,13 +16,14 @@ _TRAINING_ARGUMENTS_BETAS = (0.9, 0.999)
 
 
 def optimizer_class_and_kwargs(
-    name: str, class_name: str, args: Any, model: Any
+    name: str, class_name: str, implied: dict[str, str], args: Any, model: Any
 ) -> tuple[type, dict[str, Any]]:
     """What `Trainer.get_optimizer_cls_and_kwargs` returns for `name`.
 
     Args:
         name: Value of `optim`.
         class_name: Public class that it means.
+        implied: Options that the name stands for.
         args: The TrainingArguments.
         model: The model; it travels as `attach_to`, since the Trainer pops "model" and "params".
 
@@ -29,7 +31,7 @@ def optimizer_class_and_kwargs(
         The class, which takes the Trainer's param groups, and its keywords.
 
     Raises:
-        ForgeConfigError: `optim_args` holds an unknown option or a value out of range.
+        ForgeConfigError: `optim_args` holds an unknown option or a value out of range, or contradicts `name`.
         ForgeRefusal: no model, or a setting that cannot be honoured exactly.
     """
     from .. import optim
@@ -38,8 +40,15 @@ def optimizer_class_and_kwargs(
     cls = getattr(optim, class_name)
     if model is None:
         raise refuse("no_model", name=class_name)
-    config, rule_options = ForgeConfig.from_options(args.optim_args, cls.rule.options)
-    options = {field: getattr(config, field) for field in ("clip", "state", "rounding", "seed")}
+    given = parse_optim_args(args.optim_args)
+    for option, value in implied.items():
+        if given.setdefault(option, value) != value:
+            raise ForgeConfigError(
+                f"optim='{name}' means {option}={value}, but optim_args says {option}={given[option]}. "
+                f"Fix: optim='{name.removesuffix('_' + value)}' with that option, or leave the option out."
+            )
+    config, rule_options = ForgeConfig.from_options(given, cls.rule.options)
+    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     options["update"] = resolve_update(args, config)
     return cls, {
         "lr": args.learning_rate,

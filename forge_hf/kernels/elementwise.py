@@ -13,56 +13,67 @@ import torch
 import triton
 import triton.language as tl
 
-from ..scalars import StepScalars
+from .. import quantized
+from .moments import block_offsets, blocks_inside, load
 from .rounding import hash_seed, lane_seed
-from .rules import load, load_state, rule_arguments, update_elements
+from .rules import load_state, update_elements
 from .tiles import to_fp32
 
 __all__ = ["BLOCK", "launch_dense_update", "update_span"]
 
 BLOCK = 1024
+#: Blocks of 8-bit moments in a block of this kernel.
+SPAN_BLOCKS = tl.constexpr(BLOCK // quantized.BLOCK)
 
 
 @triton.jit(do_not_specialize=["first_block", "rng_key"])
 def _dense_update_kernel(
-    g_ptr, w_ptr, m_ptr, v_ptr, coefficient_ptr, norm_ptr, count, first_block, rng_key,
-    step_size, decay, beta1, beta1_rest, beta2, beta2_rest, denom_scale, eps,
+    g_ptr, w_ptr, low_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, coefficient_ptr, numbers_ptr, norm_ptr,
+    columns, first_block, rng_key,
     RULE: tl.constexpr, NESTEROV: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
     BLOCK: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One block of BLOCK elements; the gradient begins at block `first_block` of the weight."""
-    pid = tl.program_id(0).to(tl.int64)
-    start = (first_block + pid) * BLOCK
+    """A block of a row of `columns` elements; the gradient begins at block `first_block` of the weight."""
+    pid = tl.program_id(0)
+    per_row = tl.cdiv(columns, BLOCK)
+    row = (pid // per_row).to(tl.int64)
+    column = (pid % per_row).to(tl.int64) * BLOCK
+    inside = row * columns + column
+    start = first_block.to(tl.int64) * BLOCK + inside
     lane = tl.arange(0, BLOCK)
-    mask = None if EVEN else lane < count - pid * BLOCK
-    g = to_fp32(load(g_ptr + pid * BLOCK, lane, mask), INTERPRET)
+    mask = None if EVEN else (lane < columns - column)[None, :]
+    lane = lane[None, :]
+    g = to_fp32(load(g_ptr + inside, lane, mask), INTERPRET)
     if norm_ptr is not None:
         tl.store(norm_ptr + first_block + pid, tl.sum(g * g))
     w_ptr += start
+    if low_ptr is not None:
+        low_ptr += start
     if m_ptr is not None:
         m_ptr += start
     if v_ptr is not None:
         v_ptr += start
-    w, m, v = load_state(w_ptr, m_ptr, v_ptr, lane, mask)
+    block = lane
+    block_mask = mask
+    if m_scale_ptr is not None:
+        one = tl.zeros((1,), tl.int64)
+        # A span begins at a whole block.
+        block = block_offsets(one + row, column, columns, BLOCK) + first_block.to(tl.int64) * SPAN_BLOCKS
+        if not EVEN:
+            block_mask = blocks_inside(one == 0, column, columns, BLOCK)
+    w, low, m, v, m_scale, v_scale = load_state(
+        w_ptr, low_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, lane, mask, block, block_mask
+    )
     update_elements(
-        g, w, m, v, w_ptr, m_ptr, v_ptr,
-        coefficient_ptr, lane, mask, hash_seed(start, rng_key) + lane_seed(lane),
-        step_size, decay, beta1, beta1_rest, beta2, beta2_rest, denom_scale, eps,
+        g, w, low, m, v, m_scale, v_scale,
+        w_ptr, low_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, coefficient_ptr, numbers_ptr,
+        lane, mask, block, block_mask, hash_seed(start, rng_key) + lane_seed(lane),
         RULE, NESTEROV, STOCHASTIC, INTERPRET,
     )  # fmt: skip
 
 
-def launch_dense_update(
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    moments: tuple[torch.Tensor, ...],
-    rule: str,
-    scalars: StepScalars,
-    coefficient: torch.Tensor | None,
-    rng_key: int | None,
-) -> None:
-    """Run the kernel on checked arguments; a gradient with other strides is copied first."""
-    arguments = rule_arguments(rule, scalars, coefficient, rng_key, moments)
+def launch_dense_update(weight: torch.Tensor, grad: torch.Tensor, arguments: dict[str, Any]) -> None:
+    """Run the kernel on checked arguments (`rules.rule_arguments`); other strides are copied first."""
     update_span(weight, grad.contiguous(), 0, None, arguments)
 
 
@@ -77,14 +88,19 @@ def update_span(
 
     Args:
         weight: The whole weight; its moments and the rule's numbers are in `arguments` (`rule_arguments`).
+            With 8-bit moments and a `first_block` above 0, its rows are whole blocks of them.
         grad: Contiguous.
         first_block: Where the span begins; random bits are numbered from the weight's first element.
         partials: fp32, one per BLOCK elements of the weight, takes sums of squares of `grad`; or None.
         arguments: See `weight`.
     """
-    count = grad.numel()
-    if count:
-        _dense_update_kernel[(triton.cdiv(count, BLOCK),)](
-            grad, weight, norm_ptr=partials, count=count, first_block=first_block,
-            EVEN=count % BLOCK == 0, BLOCK=BLOCK, num_warps=4, **arguments,
+    rows, columns = 1, grad.numel()
+    if arguments["m_scale_ptr"] is not None:
+        own_rows, own_columns = quantized.rows_and_columns(weight.shape)
+        if own_columns % quantized.BLOCK:  # else the blocks of all rows follow each other
+            rows, columns = own_rows, own_columns
+    if rows and columns:
+        _dense_update_kernel[(rows * triton.cdiv(columns, BLOCK),)](
+            grad, weight, norm_ptr=partials, columns=columns, first_block=first_block,
+            EVEN=columns % BLOCK == 0, BLOCK=BLOCK, num_warps=4, **arguments,
         )  # fmt: skip

@@ -16,8 +16,10 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from ..quantized import BLOCK, Moment, QuantizedMoment, rows_and_columns
 from ..scalars import StepScalars
 from .elementwise import launch_dense_update
+from .rules import rule_arguments
 from .tiles import INTERPRET
 from .wgrad_norm import centred_gram_norm_sq, gemm_norm_sq, gram_is_cheaper
 from .wgrad_update import launch_wgrad_update
@@ -28,6 +30,8 @@ Segment = tuple[torch.Tensor, torch.Tensor]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MOMENTS = (torch.float32, torch.bfloat16)
+# First moments are signed, second ones are not.
+_CODES = (torch.int8, torch.uint8)
 _MOMENT_COUNTS = {"adamw": (2,), "lion": (1,), "sgd": (0, 1)}
 
 
@@ -44,12 +48,13 @@ def _device_supported(index: int) -> bool:
 def wgrad_update_(
     weight: torch.Tensor,
     segments: Sequence[Segment],
-    moments: Sequence[torch.Tensor],
+    moments: Sequence[Moment],
     rule: str,
     scalars: StepScalars,
     *,
     coefficient: torch.Tensor | None = None,
     rng_key: int | None = None,
+    low: torch.Tensor | None = None,
     want_norm_sq: bool = False,
 ) -> torch.Tensor | None:
     """Update `weight` (N, K) and its moments in place by the gradient of `segments`, which is never stored.
@@ -58,11 +63,13 @@ def wgrad_update_(
         weight: (N, K), contiguous, fp32, bf16 or fp16.
         segments: Pairs (dy (T, N), x (T, K)), any strides; T may differ and may be 0. Several segments are
             concatenated along T into a temporary of their own size, sum(T) * (N + K) elements.
-        moments: Tensors like `weight`, contiguous, fp32 or bf16, in the order of `Rule.moment_names`.
+        moments: In the order of `Rule.moment_names`, contiguous: tensors like `weight`, fp32 or bf16, or
+            `QuantizedMoment`s.
         rule: "adamw", "lion" or "sgd".
         scalars: The numbers of this step.
         coefficient: 0-d fp32 tensor on the weight's device that multiplies the gradient.
         rng_key: In [0, 2^32), rounds 16-bit weights and bf16 moments stochastically; None rounds to nearest.
+        low: Low bits of a bf16 weight, like it, int8 or int16 (see `reference.py`), or None.
         want_norm_sq: Also return ||G||^2 before the coefficient.
 
     Returns:
@@ -71,25 +78,25 @@ def wgrad_update_(
     Raises:
         ValueError: shapes, dtypes, strides or devices do not fit.
     """
-    _check_update(weight, moments, rule, coefficient, rng_key)
+    _check_update(weight, moments, rule, coefficient, rng_key, low)
     if weight.ndim != 2:
         raise ValueError(f"weight must be 2-D (N, K), got shape {tuple(weight.shape)}")
     dy_TN, x_TK = _merge(segments, weight.shape[0], weight.shape[1], weight)
     with _on(weight):
-        return launch_wgrad_update(
-            weight, dy_TN, x_TK, tuple(moments), rule, scalars, coefficient, rng_key, want_norm_sq
-        )
+        arguments = rule_arguments(rule, scalars, coefficient, rng_key, moments, low, weight.device)
+        return launch_wgrad_update(weight, dy_TN, x_TK, moments, arguments, want_norm_sq)
 
 
 def dense_update_(
     weight: torch.Tensor,
     grad: torch.Tensor,
-    moments: Sequence[torch.Tensor],
+    moments: Sequence[Moment],
     rule: str,
     scalars: StepScalars,
     *,
     coefficient: torch.Tensor | None = None,
     rng_key: int | None = None,
+    low: torch.Tensor | None = None,
 ) -> None:
     """Update `weight` and its moments in place by a dense gradient.
 
@@ -101,18 +108,20 @@ def dense_update_(
         scalars: As there.
         coefficient: As there.
         rng_key: As there.
+        low: As there.
 
     Raises:
         ValueError: shapes, dtypes, strides or devices do not fit.
     """
-    _check_update(weight, moments, rule, coefficient, rng_key)
+    _check_update(weight, moments, rule, coefficient, rng_key, low)
     if grad.shape != weight.shape or not grad.is_floating_point() or grad.device != weight.device:
         raise ValueError(
             f"grad {tuple(grad.shape)} {grad.dtype} on {grad.device} does not fit "
             f"weight {tuple(weight.shape)} on {weight.device}"
         )
     with _on(weight):
-        launch_dense_update(weight, grad, tuple(moments), rule, scalars, coefficient, rng_key)
+        arguments = rule_arguments(rule, scalars, coefficient, rng_key, moments, low, weight.device)
+        launch_dense_update(weight, grad, arguments)
 
 
 def wgrad_norm_sq(segments: Sequence[Segment]) -> torch.Tensor:
@@ -167,10 +176,11 @@ def _addressable(operand: torch.Tensor) -> torch.Tensor:
 
 def _check_update(
     weight: torch.Tensor,
-    moments: Sequence[torch.Tensor],
+    moments: Sequence[Moment],
     rule: str,
     coefficient: torch.Tensor | None,
     rng_key: int | None,
+    low: torch.Tensor | None,
 ) -> None:
     if rule not in _MOMENT_COUNTS:
         raise ValueError(f"unknown rule {rule!r}; valid: {', '.join(_MOMENT_COUNTS)}")
@@ -181,17 +191,39 @@ def _check_update(
         raise ValueError(
             f"weight must be contiguous and one of {_FLOATS}, got {weight.dtype}, strides {weight.stride()}"
         )
-    for moment in moments:
-        if moment.shape != weight.shape or moment.dtype not in _MOMENTS or not moment.is_contiguous():
-            raise ValueError(
-                f"a moment must be contiguous, of shape {tuple(weight.shape)} and one of {_MOMENTS}, "
-                f"got {tuple(moment.shape)}, {moment.dtype}, {moment.stride()}"
+    for index, moment in enumerate(moments):
+        if isinstance(moment, QuantizedMoment):
+            _check_like("codes of a moment", moment.codes, weight, (_CODES[index],))
+            rows, columns = rows_and_columns(weight.shape)
+            _check_like(
+                "scale of a moment", moment.scale, weight, (torch.uint8,), (rows, -(-columns // BLOCK))
             )
-        if moment.device != weight.device:
-            raise ValueError(f"moment on {moment.device}, weight on {weight.device}")
+        else:
+            _check_like("moment", moment, weight, _MOMENTS)
+    if low is not None:
+        if weight.dtype != torch.bfloat16:
+            raise ValueError(f"low bits belong to a bfloat16 weight, not {weight.dtype}")
+        _check_like("low bits", low, weight, (torch.int8, torch.int16))
     if coefficient is not None and (
         coefficient.ndim or coefficient.dtype != torch.float32 or coefficient.device != weight.device
     ):
         raise ValueError(f"coefficient must be a 0-d float32 tensor on {weight.device}")
     if rng_key is not None and not 0 <= rng_key < 1 << 32:
         raise ValueError(f"rng_key must be in [0, 2**32), got {rng_key}")
+
+
+def _check_like(
+    what: str,
+    tensor: torch.Tensor,
+    weight: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int, ...] | None = None,
+) -> None:
+    shape = weight.shape if shape is None else shape
+    if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
+        raise ValueError(
+            f"a {what} must be contiguous, of shape {tuple(shape)} and one of {dtypes}, "
+            f"got {tuple(tensor.shape)}, {tensor.dtype}, {tensor.stride()}"
+        )
+    if tensor.device != weight.device:
+        raise ValueError(f"{what} on {tensor.device}, weight on {weight.device}")

@@ -15,7 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["hash_seed", "lane_seed", "random_bits", "store_rounded"]
+from .tiles import to_fp32
+
+__all__ = ["hash_seed", "lane_seed", "random_bits", "store_rounded", "store_weight", "weight_to_fp32"]
 
 
 @triton.jit
@@ -91,3 +93,38 @@ def store_rounded(
     elif ptr.dtype.element_ty == tl.float16:
         value = _stochastic_fp16(value, random_bits(seed, STREAM)) if STOCHASTIC else value.to(tl.float16)
     tl.store(ptr + offset, value, mask=mask)
+
+
+@triton.jit
+def weight_to_fp32(value, low, low_ptr, INTERPRET: tl.constexpr):
+    """The weight in fp32: as stored, or a bf16 weight put together with its low bits (see `reference.py`)."""
+    if low_ptr is None:
+        result = to_fp32(value, INTERPRET)
+    else:
+        bits = value.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        below = low.to(tl.int32)
+        if low_ptr.dtype.element_ty == tl.int8:
+            below = below << 8
+        result = (bits + below).to(tl.float32, bitcast=True)
+    return result
+
+
+@triton.jit
+def store_weight(
+    ptr, low_ptr, offset, value, mask, seed, STOCHASTIC: tl.constexpr, INTERPRET: tl.constexpr
+):  # fmt: skip
+    """Store an fp32 weight: whole, rounded to 16 bits, or as bf16 and 8 or 16 low bits."""
+    if low_ptr is None:
+        store_rounded(ptr, offset, value, mask, seed, 0, STOCHASTIC, INTERPRET)
+    else:
+        bits = tl.where(value != value, 0x7FC00000, value.to(tl.uint32, bitcast=True))
+        if low_ptr.dtype.element_ty == tl.int8:
+            # Infinity stays: 8 bits never carry out of its empty mantissa.
+            extra = random_bits(seed, 0) & 0xFF if STOCHASTIC else 0x7F + ((bits >> 8) & 1)
+            bits = (bits + extra) & 0xFFFFFF00
+        upper = (bits + 0x8000) >> 16
+        below = (bits - (upper << 16)).to(tl.int32, bitcast=True)
+        if low_ptr.dtype.element_ty == tl.int8:
+            below = below >> 8
+        tl.store(ptr + offset, upper.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
+        tl.store(low_ptr + offset, below.to(low_ptr.dtype.element_ty), mask=mask)

@@ -6,47 +6,88 @@ moments before these are rounded for storage.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
+from ..quantized import QuantizedMoment
 from ..scalars import StepScalars
-from .rounding import store_rounded
-from .tiles import CUDA, INTERPRET, LAUNCH_OPTIONS, to_fp32
+from .moments import load, load_scale, moment_to_fp32, store_moment
+from .rounding import store_weight, weight_to_fp32
+from .tiles import CUDA, INTERPRET, LAUNCH_OPTIONS
 
-__all__ = ["load", "load_state", "rule_arguments", "update_elements"]
+__all__ = ["device_numbers", "load_state", "rule_arguments", "update_elements"]
 
 
 def rule_arguments(
-    rule: str, scalars: StepScalars, coefficient: Any, rng_key: int | None, moments: tuple[Any, ...]
+    rule: str,
+    scalars: StepScalars,
+    coefficient: Any,
+    rng_key: int | None,
+    moments: Sequence[Any],
+    low: Any = None,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """The keyword arguments and launch options that both update kernels take for `update_elements`.
+    """The keyword arguments and launch options that all update kernels take for `update_elements`.
 
-    Differences and quotients are taken here in double precision: `1 - beta2` of an fp32 0.999 is off by 3e-5.
+    Args:
+        rule: "adamw", "lion" or "sgd".
+        scalars: The numbers of this step.
+        coefficient: 0-d fp32 tensor, or None.
+        rng_key: See `launch.wgrad_update_`.
+        moments: Tensors or `QuantizedMoment`s.
+        low: The weight's low bits, or None.
+        device: Where the kernel runs.
     """
-    sgd = rule == "sgd"
     key = 0 if rng_key is None else rng_key
+    pointers = [m if isinstance(m, QuantizedMoment) else (m, None) for m in moments]
+    (m_ptr, m_scale), (v_ptr, v_scale) = [*pointers, (None, None), (None, None)][:2]
     return {
-        "m_ptr": moments[0] if moments else None,
-        "v_ptr": moments[1] if len(moments) > 1 else None,
+        "low_ptr": low,
+        "m_ptr": m_ptr,
+        "v_ptr": v_ptr,
+        "m_scale_ptr": m_scale,
+        "v_scale_ptr": v_scale,
         "coefficient_ptr": coefficient,
+        "numbers_ptr": device_numbers(rule, scalars, device, _stream(device)),
         # The same 32 bits as a signed number: one compiled kernel for every key.
         "rng_key": key - (1 << 32) if key >= 1 << 31 else key,
-        "step_size": float(scalars.lr / scalars.bias_correction1),
-        "decay": float(scalars.weight_decay if sgd else 1.0 - scalars.lr * scalars.weight_decay),
-        "beta1": float(scalars.momentum if sgd else scalars.beta1),
-        "beta1_rest": 1.0 - scalars.beta1,
-        "beta2": float(scalars.beta2),
-        "beta2_rest": 1.0 - scalars.beta2,
-        "denom_scale": 1.0 / scalars.bias_correction2_sqrt,
-        "eps": float(scalars.eps),
         "RULE": rule,
         "NESTEROV": bool(scalars.nesterov),
         "STOCHASTIC": rng_key is not None,
         "INTERPRET": INTERPRET,
         **LAUNCH_OPTIONS,
     }
+
+
+def _stream(device: torch.device | None) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device and device.type == "cuda" else 0
+
+
+@functools.lru_cache(maxsize=64)
+def device_numbers(rule: str, scalars: StepScalars, device: torch.device | None, stream: int) -> torch.Tensor:
+    """The numbers of one step as an fp32 tensor on the device, copied there once, without synchronising.
+
+    Kernels read them from memory, so a schedule compiles nothing. Differences and quotients are taken here in
+    double precision: `1 - beta2` of an fp32 0.999 is off by 3e-5. `stream` keeps a copy that one stream has
+    not finished from being read by another.
+    """
+    sgd = rule == "sgd"
+    numbers = [
+        scalars.lr / scalars.bias_correction1,
+        scalars.weight_decay if sgd else 1.0 - scalars.lr * scalars.weight_decay,
+        scalars.momentum if sgd else scalars.beta1,
+        1.0 - scalars.beta1,
+        scalars.beta2,
+        1.0 - scalars.beta2,
+        1.0 / scalars.bias_correction2_sqrt,
+        scalars.eps,
+    ]
+    return torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
 
 
 @triton.jit
@@ -93,41 +134,42 @@ def _sgd_momentum(w, g, m, step_size, weight_decay, momentum, NESTEROV: tl.const
 
 
 @triton.jit
-def load(ptr, offset, mask):
-    """Elements as stored, 0 where the mask is false; None masks nothing. Each is read once a step."""
-    if mask is None:
-        value = tl.load(ptr + offset, eviction_policy="evict_first")
-    else:
-        value = tl.load(ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first")
-    return value
-
-
-@triton.jit
-def load_state(w_ptr, m_ptr, v_ptr, offset, mask):
-    """Weight and moments at element offsets, as stored; the weight in place of a moment that is not there."""
+def load_state(
+    w_ptr, low_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, offset, mask, block, block_mask
+):  # fmt: skip
+    """Weight, its low bits, moments and their scales as stored; the weight in place of what is not there."""
     w = load(w_ptr, offset, mask)
+    low = w
     m = w
     v = w
+    if low_ptr is not None:
+        low = load(low_ptr, offset, mask)
     if m_ptr is not None:
         m = load(m_ptr, offset, mask)
     if v_ptr is not None:
         v = load(v_ptr, offset, mask)
-    return w, m, v
+    m_scale = load_scale(m_scale_ptr, block, block_mask, w)
+    v_scale = load_scale(v_scale_ptr, block, block_mask, w)
+    return w, low, m, v, m_scale, v_scale
 
 
 @triton.jit
 def update_elements(
-    g, w, m, v, w_ptr, m_ptr, v_ptr, coefficient_ptr, offset, mask, seed,
-    step_size, decay, beta1, beta1_rest, beta2, beta2_rest, denom_scale, eps,
+    g, w, low, m, v, m_scale, v_scale,
+    w_ptr, low_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, coefficient_ptr, numbers_ptr,
+    offset, mask, block, block_mask, seed,
     RULE: tl.constexpr, NESTEROV: tl.constexpr, STOCHASTIC: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Update weight and moments at element offsets, by the fp32 gradient `g` and what `load_state` gave.
+    """Update a 2-D tile of weight and moments by the fp32 gradient `g` and what `load_state` gave.
 
-    `decay` is 1 - lr * weight_decay, or for sgd the weight decay itself; sgd's momentum arrives as `beta1`.
-    Pointers that a rule does not need are None, and so is the mask of a full block; `seed` is
-    `rounding.hash_seed` of the elements.
+    Pointers that a rule or format does not need are None, and so is the mask of a full tile; `seed` is
+    `rounding.hash_seed` of the elements, `block` are `moments.block_offsets`. `numbers_ptr` is
+    `device_numbers`.
     """
-    w = to_fp32(w, INTERPRET)
+    step_size = tl.load(numbers_ptr)
+    # 1 - lr * weight_decay, or for sgd the weight decay itself; sgd's momentum comes as beta1
+    decay = tl.load(numbers_ptr + 1)
+    w = weight_to_fp32(w, low, low_ptr, INTERPRET)
     if CUDA:
         # Gives the gradient the weight's register layout here; it is converted once per use (two for adamw)
         # otherwise, each time through shared memory.
@@ -137,18 +179,26 @@ def update_elements(
     if coefficient_ptr is not None:
         g *= tl.load(coefficient_ptr)
     if m_ptr is not None:
-        m = to_fp32(m, INTERPRET)
-        if RULE == "adamw":
-            w, m, v = _adamw(
-                w, g, m, to_fp32(v, INTERPRET),
-                step_size, decay, beta1, beta1_rest, beta2, beta2_rest, denom_scale, eps,
-            )  # fmt: skip
-            store_rounded(v_ptr, offset, v, mask, seed, 2, STOCHASTIC, INTERPRET)
-        elif RULE == "lion":
-            w, m = _lion(w, g, m, step_size, decay, beta1, beta1_rest, beta2, beta2_rest)
-        else:
+        beta1 = tl.load(numbers_ptr + 2)
+        m = moment_to_fp32(m, m_scale, m_ptr, INTERPRET)
+        if RULE == "sgd":
             w, m = _sgd_momentum(w, g, m, step_size, decay, beta1, NESTEROV)
-        store_rounded(m_ptr, offset, m, mask, seed, 1, STOCHASTIC, INTERPRET)
+        else:
+            beta1_rest = tl.load(numbers_ptr + 3)
+            beta2 = tl.load(numbers_ptr + 4)
+            beta2_rest = tl.load(numbers_ptr + 5)
+            if RULE == "adamw":
+                w, m, v = _adamw(
+                    w, g, m, moment_to_fp32(v, v_scale, v_ptr, INTERPRET),
+                    step_size, decay, beta1, beta1_rest, beta2, beta2_rest,
+                    tl.load(numbers_ptr + 6), tl.load(numbers_ptr + 7),
+                )  # fmt: skip
+                store_moment(
+                    v_ptr, v_scale_ptr, offset, v, mask, block, block_mask, seed, 2, STOCHASTIC, INTERPRET
+                )
+            else:
+                w, m = _lion(w, g, m, step_size, decay, beta1, beta1_rest, beta2, beta2_rest)
+        store_moment(m_ptr, m_scale_ptr, offset, m, mask, block, block_mask, seed, 1, STOCHASTIC, INTERPRET)
     else:
         w -= step_size * (g + decay * w)
-    store_rounded(w_ptr, offset, w, mask, seed, 0, STOCHASTIC, INTERPRET)
+    store_weight(w_ptr, low_ptr, offset, w, mask, seed, STOCHASTIC, INTERPRET)

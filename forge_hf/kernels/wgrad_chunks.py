@@ -10,13 +10,12 @@ Shapes: dy (T, N), x (T, K), weight and moments (N, K).
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 import triton
 
-from ..scalars import StepScalars
 from .elementwise import BLOCK, update_span
-from .rules import rule_arguments
 
 __all__ = ["chunk_rows", "launch_wgrad_chunks"]
 
@@ -39,11 +38,7 @@ def launch_wgrad_chunks(
     weight: torch.Tensor,
     dy_TN: torch.Tensor,
     x_TK: torch.Tensor,
-    moments: tuple[torch.Tensor, ...],
-    rule: str,
-    scalars: StepScalars,
-    coefficient: torch.Tensor | None,
-    rng_key: int | None,
+    arguments: dict[str, Any],
     want_norm_sq: bool,
     rows: int,
 ) -> torch.Tensor | None:
@@ -53,7 +48,6 @@ def launch_wgrad_chunks(
     partials = None
     if want_norm_sq:
         partials = torch.empty(triton.cdiv(N * K, BLOCK), dtype=torch.float32, device=weight.device)
-    arguments = rule_arguments(rule, scalars, coefficient, rng_key, moments)
     with torch.no_grad(), _no_autocast(weight.device.type):
         for first in range(0, N, rows):
             last = min(first + rows, N)

@@ -7,14 +7,18 @@ Shapes: dy (T, N), x (T, K), weight and moments (N, K). Source: FORGE, arXiv 260
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from ..scalars import StepScalars
+from ..quantized import BLOCK, Moment, QuantizedMoment
+from .moments import block_offsets, blocks_inside
 from .plan import update_tile, uses_chunks
 from .rounding import hash_seed, lane_seed
-from .rules import load_state, rule_arguments, update_elements
+from .rules import load_state, update_elements
 from .tiles import GROUP_N, accumulate_tile, tile_order
 from .wgrad_chunks import chunk_rows, launch_wgrad_chunks
 
@@ -42,9 +46,8 @@ def _half_rows(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LOWER: tl.conste
 
 @triton.jit(do_not_specialize=["T", "rng_key"])
 def _wgrad_update_kernel(
-    dy_ptr, x_ptr, w_ptr, m_ptr, v_ptr, coefficient_ptr, norm_ptr,
-    T, N, K, stride_dt, stride_dn, stride_xt, stride_xk, rng_key,
-    step_size, decay, beta1, beta1_rest, beta2, beta2_rest, denom_scale, eps,
+    dy_ptr, x_ptr, w_ptr, low_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr,
+    coefficient_ptr, numbers_ptr, norm_ptr, T, N, K, stride_dt, stride_dn, stride_xt, stride_xk, rng_key,
     RULE: tl.constexpr, NESTEROV: tl.constexpr, STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr, EVEN_T: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
@@ -85,11 +88,20 @@ def _wgrad_update_kernel(
             else:
                 mask = (n < N)[:, None] & (pid_k * BLOCK_K + lane < K)[None, :]
                 seed = hash_seed(offset, rng_key)
-            w, m, v = load_state(w_ptr, m_ptr, v_ptr, offset, mask)
+            block = offset
+            block_mask = mask
+            if m_scale_ptr is not None:
+                column = pid_k * BLOCK_K + part * COLUMNS
+                block = block_offsets(n, column, K, COLUMNS)
+                if not EVEN:
+                    block_mask = blocks_inside(n < N, column, K, COLUMNS)
+            w, low, m, v, m_scale, v_scale = load_state(
+                w_ptr, low_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, offset, mask, block, block_mask
+            )
             update_elements(
-                g, w, m, v, w_ptr, m_ptr, v_ptr, coefficient_ptr, offset, mask, seed,
-                step_size, decay, beta1, beta1_rest, beta2, beta2_rest, denom_scale, eps,
-                RULE, NESTEROV, STOCHASTIC, INTERPRET,
+                g, w, low, m, v, m_scale, v_scale,
+                w_ptr, low_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, coefficient_ptr, numbers_ptr,
+                offset, mask, block, block_mask, seed, RULE, NESTEROV, STOCHASTIC, INTERPRET,
             )  # fmt: skip
 
 
@@ -97,22 +109,24 @@ def launch_wgrad_update(
     weight: torch.Tensor,
     dy_TN: torch.Tensor,
     x_TK: torch.Tensor,
-    moments: tuple[torch.Tensor, ...],
-    rule: str,
-    scalars: StepScalars,
-    coefficient: torch.Tensor | None,
-    rng_key: int | None,
+    moments: Sequence[Moment],
+    arguments: dict[str, Any],
     want_norm_sq: bool,
 ) -> torch.Tensor | None:
-    """Run the kernel on checked arguments; with T = 0 the gradient is 0 and decay and momentum still act."""
+    """Run the kernel on checked arguments; with T = 0 the gradient is 0 and decay and momentum still act.
+
+    `arguments` is what `rules.rule_arguments` gives for `moments` and the rest of the update.
+    """
     (N, K), T = weight.shape, dy_TN.shape[0]
-    rows = chunk_rows(N, K) if uses_chunks(T, N, K, dy_TN.dtype) else 0
-    if rows:
-        return launch_wgrad_chunks(
-            weight, dy_TN, x_TK, moments, rule, scalars, coefficient, rng_key, want_norm_sq, rows
-        )
-    state_bytes = max(tensor.itemsize for tensor in (weight, *moments))
+    quantized = any(isinstance(moment, QuantizedMoment) for moment in moments)
+    if uses_chunks(T, N, K, dy_TN.dtype) and not (quantized and K % BLOCK):
+        rows = chunk_rows(N, K)
+        if rows:
+            return launch_wgrad_chunks(weight, dy_TN, x_TK, arguments, want_norm_sq, rows)
+    state_bytes = max([weight.itemsize, *(m.itemsize for m in moments if isinstance(m, torch.Tensor))])
     tile = update_tile(T, N, K, dy_TN.dtype, state_bytes, weight.device)
+    if quantized:  # a part is whole blocks
+        tile = tile._replace(parts=max(2, min(tile.parts, 2 * tile.block_k // BLOCK)))
     programs = tile.programs(N, K)
     partials = torch.empty(programs, dtype=torch.float32, device=weight.device) if want_norm_sq else None
     if programs:
@@ -126,6 +140,6 @@ def launch_wgrad_update(
             stride_xt=x_TK.stride(0), stride_xk=x_TK.stride(1),
             EVEN=N % tile.block_n == 0 and K % tile.block_k == 0, EVEN_T=T % tile.block_t == 0,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, BLOCK_T=tile.block_t, PARTS=tile.parts, GROUP=GROUP_N,
-            **options, **rule_arguments(rule, scalars, coefficient, rng_key, moments),
+            **options, **arguments,
         )  # fmt: skip
     return None if partials is None else partials.sum()
