@@ -1,12 +1,12 @@
 """8-bit moments: one byte per element and a power-of-two unit per block of 64, in plain torch.
 
-    first moment   x = sign(c) c^2 unit,  codes -126 ... 126   (127, -127: infinity; -128: NaN)
-    second moment  x = c^4 unit,          codes 0 ... 253      (254: infinity; 255: NaN)
+    first moment   x = sign(c) c^2 unit,   codes -126 ... 126
+    second moment  x = c^4 unit,           codes 1 ... 253
 
 Companding: within a block, gradients spread over orders of magnitude. Linear codes spend nearly all of them
-on the largest tenth, and a second moment that is rounded to 0 makes its weight explode, so a positive one
-never gets code 0. The unit is a power of two, so that the grid stays where it is while a block's maximum
-drifts: a unit that followed the maximum would round every element anew at every step.
+on the largest tenth, and a second moment that is rounded to 0 makes its weight explode, so code 0 stands only
+in a moment that was never written. The unit is a power of two, so that the grid stays where it is while a
+block's maximum drifts: a unit that followed the maximum would round every element anew at every step.
 
 Error bound, with A the block's largest finite magnitude. The unit is the smallest power of two for which A
 has a code, so A / unit lies in (7938, 15876] (first moment) or (2.04e9, 4.10e9] (second). An element of size
@@ -16,9 +16,10 @@ has a code, so A / unit lies in (7938, 15876] (first moment) or (2.04e9, 4.10e9]
     |error|  <  (4 c^3 + 6 c^2 + 4 c + 1) unit                                    <  A / 52
 
 and at most half of that when rounding to the nearest. Stochastic rounding is linear in the value, so its mean
-is the value, but for 0 < x < unit of a second moment, which becomes `unit`: less than A / 2.04e9, whose root
-is 1 / 45000 of the block's largest. A unit is at least 2^-126: blocks with A below 2^-112 (2^-94) have fewer
-codes.
+is the value. A second moment below `unit` becomes `unit`, which is less than A / 2.04e9 and has a root of
+less than 1 / 45000 of the block's largest. A unit is at least 2^-126: blocks with A below 2^-112 (2^-94) have
+fewer codes. A block with an element that is not finite, or beyond 3.2e38, decodes to infinities and NaN
+altogether (unit infinity): a run that has come there is lost, and must not look alive.
 
 Blocks run along the rows of `rows_and_columns(shape)`; the last one of a row may be shorter. Shapes: codes
 like the weight, int8 or uint8; scale (rows, ceil(columns / 64)) uint8, the exponent field of the fp32 unit, 0
@@ -32,14 +33,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "Moment", "QuantizedMoment", "dequantize", "quantize_", "rows_and_columns", "zeros"]
+__all__ = [
+    "BLOCK",
+    "Moment",
+    "QuantizedMoment",
+    "dequantize",
+    "quantize_",
+    "rows_and_columns",
+    "uniform_of",
+    "zeros",
+]
 
 #: Elements that share a unit.
 BLOCK = 64
-#: Largest code of a finite value, the unit's exponent below that of the maximum, and what the maximum is
-#: multiplied by first: 2^14 / 126^2 and 2^32 / 253^4, rounded up.
-SIGNED = (126, 14, 1.0320)
-UNSIGNED = (253, 32, 1.0483)
+#: The unit's exponent below that of the maximum, and what the maximum is multiplied by first: 2^14 / 126^2
+#: and 2^32 / 253^4, rounded up.
+SIGNED = (14, 1.0320)
+UNSIGNED = (32, 1.0483)
 
 
 class QuantizedMoment(NamedTuple):
@@ -83,17 +93,7 @@ def dequantize(moment: QuantizedMoment) -> Tensor:
     rows, columns = rows_and_columns(moment.codes.shape)
     codes = moment.codes.reshape(rows, columns).float()
     unit = _spread((moment.scale.to(torch.int32) << 23).view(torch.float32), columns)
-    if moment.signed:
-        values = codes * codes.abs() * unit
-        top = SIGNED[0]
-        values[codes > top] = float("inf")
-        values[codes < -top] = float("-inf")
-        values[codes < -top - 1] = float("nan")
-    else:
-        values = codes.square().square() * unit
-        top = UNSIGNED[0]
-        values[codes > top] = float("inf")
-        values[codes > top + 1] = float("nan")
+    values = codes * codes.abs() * unit if moment.signed else codes.square().square() * unit
     return values.reshape(moment.codes.shape)
 
 
@@ -102,48 +102,43 @@ def quantize_(moment: QuantizedMoment, values: Tensor, uniform: Tensor | None = 
 
     Args:
         moment: Written in place.
-        values: fp32, of the moment's shape; negative values of a second moment count as 0.
+        values: fp32, of the moment's shape; the sign of a second moment is dropped.
         uniform: fp32 in [0, 1), of the same shape, rounds stochastically; None rounds to the nearest.
     """
     rows, columns = rows_and_columns(moment.codes.shape)
     values = values.reshape(rows, columns)
     threshold: Tensor | float = 0.5 if uniform is None else uniform.reshape(rows, columns)
-    top, shift, margin = SIGNED if moment.signed else UNSIGNED
-    finite = values.isfinite()
-    size = torch.where(finite, values.abs() if moment.signed else values.clamp(min=0.0), 0.0)
-    field = _exponent_field(size, margin, shift)
-    inverse = _spread(((254 - field) << 23).view(torch.float32), columns)
-    scaled = size * inverse
+    size = values.abs()
+    field = _unit_field(size, *(SIGNED if moment.signed else UNSIGNED))
+    scaled = size * _spread(((254 - field.clamp(max=254)) << 23).view(torch.float32), columns)
     if moment.signed:
-        lower = scaled.sqrt().floor_().clamp_(max=top)
-        gap, base = 2.0 * lower + 1.0, lower.square()
+        lower = scaled.sqrt().floor_()
+        gap, above = 2.0 * lower + 1.0, scaled - lower.square()
     else:
-        lower = scaled.sqrt().sqrt_().floor_().clamp_(max=top)
-        base = lower.square().square()
-        gap = (lower + 1.0).square().square() - base
-    codes = (lower + (threshold * gap < scaled - base)).clamp_(max=top)
-    if moment.signed:
-        codes = torch.where(finite, codes.copysign(values), (top + 1.0) * values.sign())
-        codes = torch.where(values.isnan(), -(top + 2.0), codes)
-    else:
-        codes = torch.where(scaled > 0, codes.clamp(min=1.0), codes)
-        codes = torch.where(finite, codes, torch.where(values > 0, top + 1.0, 0.0))
-        codes = torch.where(values.isnan(), top + 2.0, codes)
+        lower = scaled.sqrt().sqrt_().floor_()
+        gap = ((4.0 * lower + 6.0) * lower + 4.0) * lower + 1.0
+        above = scaled - lower.square().square()
+    codes = lower + (threshold * gap < above)
+    codes = codes.copysign(values) if moment.signed else codes.clamp(min=1.0)
+    # Where the unit is infinite any code will do, but converting NaN to an integer is undefined.
+    codes = torch.where(_spread(field, columns) == 255, 1.0, codes)
     moment.codes.copy_(codes.reshape(moment.codes.shape))
     moment.scale.copy_(field)
 
 
-def _block_maximum(size: Tensor) -> Tensor:
-    """Largest element of each block of `size` (rows, columns)."""
+def _unit_field(size: Tensor, shift: int, margin: float) -> Tensor:
+    """int32 exponent field of each block's unit: (rows, blocks), from 1 on; 255 where not all is finite."""
     rows, columns = size.shape
     padded = torch.nn.functional.pad(size, (0, -columns % BLOCK))
-    return padded.view(rows, padded.shape[1] // BLOCK, BLOCK).amax(2)
+    top = padded.view(rows, padded.shape[1] // BLOCK, BLOCK).amax(2) * margin
+    field = ((top.view(torch.int32) + 0x7FFFFF) >> 23).sub_(shift).clamp_(min=1)
+    return torch.where(top.isfinite(), field, 255)
 
 
-def _exponent_field(size: Tensor, margin: float, shift: int) -> Tensor:
-    """int32 exponent field of each block's unit, at least 1, whose unit is the smallest normal number."""
-    bits = (_block_maximum(size) * margin).view(torch.int32)
-    return ((bits + 0x7FFFFF) >> 23).clamp_(min=shift + 1) - shift
+def uniform_of(random_bits: Tensor, signed: bool) -> Tensor:
+    """Numbers in [0, 1) from 32 random bits: from their lower half for first moments, else the upper."""
+    half = random_bits & 0xFFFF if signed else random_bits >> 16
+    return half.to(torch.float32) * 2.0**-16
 
 
 def _spread(per_block: Tensor, columns: int) -> Tensor:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .quantized import Moment, QuantizedMoment, dequantize, quantize_
-from .rounding import join_low_bits, random_bits, split_low_bits_, store_
+from .quantized import Moment, QuantizedMoment, dequantize, quantize_, uniform_of
+from .rounding import join_low_bits, next_bits, random_bits, split_low_bits_, store_
 from .scalars import StepScalars
 
 __all__ = [
@@ -94,8 +94,9 @@ def _store_moment_(
         return
     uniform = None
     if rng_key is not None:
-        bits = random_bits(values.numel(), rng_key, stream, start_index, values.device)
-        uniform = (bits >> 8).to(torch.float32) * 2.0**-24
+        # Both moments of an element share the bits that follow the weight's.
+        bits = next_bits(random_bits(values.numel(), rng_key, 0, start_index, values.device))
+        uniform = uniform_of(bits, target.signed)
     quantize_(target, values, uniform)
 
 

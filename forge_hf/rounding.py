@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["join_low_bits", "random_bits", "round_stochastic", "split_low_bits_", "store_"]
+__all__ = ["join_low_bits", "next_bits", "random_bits", "round_stochastic", "split_low_bits_", "store_"]
 
 _MASK32 = 0xFFFFFFFF
 
@@ -35,6 +35,12 @@ def random_bits(
     bits = (bits * 0x7FEB352D) & _MASK32
     bits ^= bits >> 15
     bits = (bits * 0x846CA68B) & _MASK32
+    return bits ^ (bits >> 16)
+
+
+def next_bits(bits: Tensor) -> Tensor:
+    """32 more random bits from those of `random_bits` (int64 in [0, 2**32))."""
+    bits = (bits * 0x9E3779B1) & _MASK32
     return bits ^ (bits >> 16)
 
 

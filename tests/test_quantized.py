@@ -87,8 +87,11 @@ def test_zeros_and_blocks(signed):
     values[1, 64:128] = 1.0
     values[0, 129] = 1e-20
     got = stored(values, signed)
-    assert torch.equal(got == 0, values == 0)
-    torch.testing.assert_close(got, values, rtol=0.02, atol=0)
+    if signed:
+        assert torch.equal(got == 0, values == 0)
+    else:  # no second moment is 0 once it was written
+        assert (got > 0).all() and (got[values == 0] <= 1 / 2.04e9).all() and (got[0, :128] < 1.2e-38).all()
+    torch.testing.assert_close(got, values, rtol=0.02, atol=1 / 2.04e9)
     fresh = quantized.dequantize(quantized.zeros(values, signed))
     assert torch.equal(fresh, torch.zeros(2, 130))
 
@@ -108,27 +111,29 @@ def test_one_huge_element_leaves_its_neighbours_positive(signed):
 
 
 @SIGNED
+@pytest.mark.parametrize("special", [INF, -INF, NAN, 3.39e38])
 @pytest.mark.parametrize("uniform", [None, 0.999])
-def test_non_finite_values_stay_where_they_are(signed, uniform):
-    values = torch.ones(2, 64)
-    values[0, 3], values[0, 5], values[0, 9] = INF, NAN, -INF
+def test_a_block_that_is_not_finite_decodes_to_no_finite_number(signed, special, uniform):
+    """A lost run must not look alive; the other blocks stay as they are."""
+    values = torch.rand(2, 128)
+    values[0, 3] = special
     noise = None if uniform is None else torch.full(values.shape, uniform)
-    got = stored(values, signed, noise)
-    assert got[0, 3] == INF and got[0, 5].isnan()
-    assert got[0, 9] == (-INF if signed else 0)
-    finite = values.isfinite()
-    torch.testing.assert_close(got[finite], values[finite], rtol=0.03, atol=0)
+    got = stored(values if signed else values.abs(), signed, noise)
+    assert not got[0, :64].isfinite().any()
+    assert got[0, 64:].isfinite().all() and got[1].isfinite().all()
+    moment = quantized.zeros(values, signed)
+    quantized.quantize_(moment, got)
+    assert torch.equal(quantized.dequantize(moment).isfinite(), got.isfinite())
 
 
 @SIGNED
-@pytest.mark.parametrize("size", [1e-45, 1e-40, 1.2e-38, 3e-38, 1e-30, 1e38, 3.4e38])
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 1.2e-38, 3e-38, 1e-30, 1e38, 3.2e38])
 def test_ends_of_the_range(signed, size):
     values = torch.full((1, 64), size)
     got = stored(values, signed)
     assert got.isfinite().all() and (got >= 0).all()
-    # Near fp32's largest number the top code is up to 5 % below. A unit is at least 2^-126, and the second
-    # code of a second moment is 16 units.
-    assert (got - values).abs().max() <= 0.05 * size + (2 if signed else 8) * 2.0**-126
+    # A unit is at least 2^-126, and the second code of a second moment is 16 units.
+    assert (got - values).abs().max() <= size / 88 + (2 if signed else 8) * 2.0**-126
     if not signed:
         assert (got > 0).all()
 

@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 
 from .. import quantized
-from .rounding import random_bits, store_rounded
-from .tiles import to_fp32
+from .rounding import next_bits, random_bits, root, store_rounded
+from .tiles import CUDA, to_fp32
 
 __all__ = ["block_offsets", "blocks_inside", "load", "load_scale", "moment_to_fp32", "store_moment"]
 
 BLOCK = tl.constexpr(quantized.BLOCK)
-SIGNED_TOP, SIGNED_SHIFT, SIGNED_MARGIN = map(tl.constexpr, quantized.SIGNED)
-UNSIGNED_TOP, UNSIGNED_SHIFT, UNSIGNED_MARGIN = map(tl.constexpr, quantized.UNSIGNED)
+SIGNED_SHIFT, SIGNED_MARGIN = map(tl.constexpr, quantized.SIGNED)
+UNSIGNED_SHIFT, UNSIGNED_MARGIN = map(tl.constexpr, quantized.UNSIGNED)
 
 
 @triton.jit
@@ -61,66 +61,95 @@ def _spread(per_block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def moment_to_fp32(value, scale, ptr, INTERPRET: tl.constexpr):
-    """The moment's elements from what was loaded: `value` by `load`, `scale` by `load_scale`."""
-    if ptr.dtype.element_ty == tl.int8 or ptr.dtype.element_ty == tl.uint8:
-        code = value.to(tl.float32)
-        unit = _spread(scale.to(tl.uint32) << 23, value.shape[0], value.shape[1]).to(tl.float32, bitcast=True)
-        if ptr.dtype.element_ty == tl.int8:
-            result = code * tl.abs(code) * unit
-            special = tl.where(code == -SIGNED_TOP - 2, float("nan"), code * float("inf"))
-            result = tl.where(tl.abs(code) > SIGNED_TOP, special, result)
-        else:
-            square = code * code
-            result = square * square * unit
-            special = tl.where(code > UNSIGNED_TOP + 1, float("nan"), float("inf"))
-            result = tl.where(code > UNSIGNED_TOP, special, result)
+    """The moment's elements from what was loaded: `value` by `load`, `scale` by `load_scale`.
+
+    A code becomes a number by its place in the mantissa of 2^23, as conversions take several times as long.
+    """
+    if ptr.dtype.element_ty == tl.int8:
+        bits = value.to(tl.uint8, bitcast=True).to(tl.uint32) ^ 0x4B000080
+        code = bits.to(tl.float32, bitcast=True) - 8388736.0  # 2^23 + 128
+        result = code * tl.abs(code) * _unit(scale, value.shape[0], value.shape[1])
+    elif ptr.dtype.element_ty == tl.uint8:
+        code = (value.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+        square = code * code
+        result = square * square * _unit(scale, value.shape[0], value.shape[1])
     else:
         result = to_fp32(value, INTERPRET)
     return result
 
 
 @triton.jit
-def _unit_field(size, MARGIN: tl.constexpr, SHIFT: tl.constexpr):
-    """Exponent field of each block's unit, from magnitudes that are 0 where not finite."""
-    ROWS: tl.constexpr = size.shape[0]
-    COLUMNS: tl.constexpr = size.shape[1]
-    top = tl.max(tl.reshape(size, (ROWS, COLUMNS // BLOCK, BLOCK)), axis=2)
-    field = ((top * MARGIN).to(tl.uint32, bitcast=True) + 0x7FFFFF) >> 23
-    return tl.maximum(field, SHIFT + 1) - SHIFT
+def _unit(field, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """2^(field - 127), 0 for field 0 and infinity for field 255."""
+    return _spread((field.to(tl.uint32) << 23).to(tl.float32, bitcast=True), ROWS, COLUMNS)
 
 
 @triton.jit
-def _encode(value, uniform, SIGNED: tl.constexpr):
-    """Codes as fp32 numbers and the blocks' exponent fields; see `quantized.quantize_`."""
-    TOP: tl.constexpr = SIGNED_TOP if SIGNED else UNSIGNED_TOP
-    finite = tl.abs(value) < float("inf")
+def _unit_field(size, MARGIN: tl.constexpr, SHIFT: tl.constexpr):
+    """Exponent field of each block's unit; 255 where an element is not finite, or too large to scale."""
+    ROWS: tl.constexpr = size.shape[0]
+    COLUMNS: tl.constexpr = size.shape[1]
+    # As integers, since a maximum of floats drops NaN.
+    bits = tl.reshape(size.to(tl.int32, bitcast=True), (ROWS, COLUMNS // BLOCK, BLOCK))
+    top = tl.max(bits, axis=2).to(tl.float32, bitcast=True)
+    top = tl.where(top < float("inf"), top * MARGIN, float("inf"))
+    field = (top.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
+    return tl.where(top < float("inf"), tl.maximum(field - SHIFT, 1), 255)
+
+
+@triton.jit
+def _above_2_23(value):
+    """2^23 + floor(value): an integer in the mantissa's last place, rounded down by the addition itself."""
+    if CUDA:
+        total = tl.inline_asm_elementwise(
+            "add.rz.f32 $0, $1, 0f4B000000;", "=r,r", [value], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        total = 8388608.0 + tl.floor(value)
+    return total
+
+
+@triton.jit
+def _encode(value, random, SIGNED: tl.constexpr):
+    """Codes (int32, of which the low byte counts) and the blocks' fields; see `quantized.quantize_`.
+
+    `random` is uniform in [1, 2). A root that comes out just below an integer is put right by the comparison.
+    """
+    size = tl.abs(value) if SIGNED else value
     if SIGNED:
-        size = tl.where(finite, tl.abs(value), 0.0)
         field = _unit_field(size, SIGNED_MARGIN, SIGNED_SHIFT)
     else:
-        size = tl.where(finite, tl.maximum(value, 0.0), 0.0)
         field = _unit_field(size, UNSIGNED_MARGIN, UNSIGNED_SHIFT)
-    scaled = size * _spread((254 - field) << 23, value.shape[0], value.shape[1]).to(tl.float32, bitcast=True)
+    inverse = ((254 - tl.minimum(field, 254)) << 23).to(tl.float32, bitcast=True)
+    scaled = size * _spread(inverse, value.shape[0], value.shape[1])
+    shifted = _above_2_23(root(scaled) if SIGNED else root(root(scaled)))
+    lower = shifted - 8388608.0
     if SIGNED:
-        lower = tl.minimum(tl.floor(tl.sqrt(scaled)), TOP)
-        base = lower * lower
         gap = 2.0 * lower + 1.0
+        above = scaled - lower * lower
     else:
-        lower = tl.minimum(tl.floor(tl.sqrt(tl.sqrt(scaled))), TOP)
-        base = lower * lower
-        base *= base
-        upper = (lower + 1.0) * (lower + 1.0)
-        gap = upper * upper - base
-    code = tl.minimum(lower + tl.where(uniform * gap < scaled - base, 1.0, 0.0), TOP)
+        square = lower * lower
+        gap = ((4.0 * lower + 6.0) * lower + 4.0) * lower + 1.0
+        above = scaled - square * square
+    rounds_up = random * gap - gap < above
     if SIGNED:
-        code = tl.where(finite, code, TOP + 1.0)
-        code = tl.where(value < 0, -code, code)
-        code = tl.where(value != value, -(TOP + 2.0), code)
+        code = lower + tl.where(rounds_up, 1.0, 0.0)
+        sign = value.to(tl.int32, bitcast=True) & -0x80000000
+        code = (code.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True) + 12582912.0
     else:
-        code = tl.where(scaled > 0, tl.maximum(code, 1.0), code)
-        code = tl.where(finite, code, tl.where(value > 0, TOP + 1.0, 0.0))
-        code = tl.where(value != value, TOP + 2.0, code)
-    return code, field
+        code = tl.maximum(shifted + tl.where(rounds_up, 1.0, 0.0), 8388609.0)
+    return code.to(tl.int32, bitcast=True), field
+
+
+@triton.jit
+def _uniform(seed, UPPER: tl.constexpr):
+    """16 random bits of an element as a number in [1, 2); both moments share what follows the weight's."""
+    bits = next_bits(random_bits(seed, 0))
+    if UPPER:
+        bits = bits >> 9
+    else:
+        bits = bits << 7
+    return ((bits & 0x7FFF80) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -131,14 +160,14 @@ def store_moment(
     """Store fp32 `value` in the format of the pointers, rounded at random or to the nearest."""
     if ptr.dtype.element_ty == tl.int8 or ptr.dtype.element_ty == tl.uint8:
         if STOCHASTIC:
-            uniform = (random_bits(seed, STREAM) >> 8).to(tl.float32) * 5.9604644775390625e-08
+            random = _uniform(seed, STREAM == 2)
         else:
-            uniform = 0.5
+            random = 1.5
         # Elements outside the weight must not raise their block's maximum.
         if mask is not None:
             value = tl.where(mask, value, 0.0)
-        code, field = _encode(value, uniform, ptr.dtype.element_ty == tl.int8)
-        tl.store(ptr + offset, code.to(tl.int32).to(ptr.dtype.element_ty), mask=mask)
+        code, field = _encode(value, random, ptr.dtype.element_ty == tl.int8)
+        tl.store(ptr + offset, code.to(ptr.dtype.element_ty), mask=mask)
         tl.store(scale_ptr + block, field.to(tl.uint8), mask=block_mask)
     else:
         store_rounded(ptr, offset, value, mask, seed, STREAM, STOCHASTIC, INTERPRET)

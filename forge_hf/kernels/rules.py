@@ -17,7 +17,7 @@ import triton.language as tl
 from ..quantized import QuantizedMoment
 from ..scalars import StepScalars
 from .moments import load, load_scale, moment_to_fp32, store_moment
-from .rounding import store_weight, weight_to_fp32
+from .rounding import root, store_weight, weight_to_fp32
 from .tiles import CUDA, INTERPRET, LAUNCH_OPTIONS
 
 __all__ = ["device_numbers", "load_state", "rule_arguments", "update_elements"]
@@ -110,7 +110,7 @@ def _quotient(dividend, divisor):
 def _adamw(w, g, m, v, step_size, decay, beta1, beta1_rest, beta2, beta2_rest, denom_scale, eps):
     m = beta1 * m + beta1_rest * g
     v = beta2 * v + beta2_rest * g * g
-    w = w * decay - step_size * _quotient(m, tl.sqrt(v) * denom_scale + eps)
+    w = w * decay - step_size * _quotient(m, root(v) * denom_scale + eps)
     return w, m, v
 
 
