@@ -69,7 +69,7 @@ class WeightSlot:
 
     def active(self) -> bool:
         """Whether an optimizer still wants this weight's pairs."""
-        return not self._revoked and self.tape.alive()
+        return not self._revoked and self.tape.owner() is not None
 
     def expect(self) -> None:
         """Count a use seen in forward."""

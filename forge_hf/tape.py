@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -37,10 +38,11 @@ class Tape:
     """State that all weights of one optimizer share.
 
     Args:
-        consume: Called as `consume(slot)` when a slot's gradient is complete in `backward` mode. Held weakly
-            when it is a bound method, so that a model does not keep a dropped optimizer alive.
+        consume: The optimizer's method, called as `consume(slot)` when a slot's gradient is complete in
+            `backward` mode. Held weakly, so that a model does not keep a dropped optimizer alive.
 
     Attributes:
+        owner: Returns the optimizer, or None when it is gone.
         backward_mode: Whether gradients are consumed in backward (else in `step()`).
         lagged: Whether clipping uses the coefficient of the previous step.
         lagged_coefficient: That coefficient (0-d fp32), or None before the first clipping, which is exact.
@@ -52,8 +54,10 @@ class Tape:
         settings: Numbers of each param group that updates in this step's backward used, by its index.
     """
 
-    def __init__(self, consume: Callable[[WeightSlot], None]) -> None:
-        self._consume = weakref.WeakMethod(consume) if hasattr(consume, "__self__") else (lambda: consume)
+    def __init__(self, consume: MethodType) -> None:
+        # The two halves of a WeakMethod, whose own call costs more than what it is asked for here.
+        self.owner: Callable[[], Any] = weakref.ref(consume.__self__)
+        self._consume = consume.__func__
         self.slots: list[WeightSlot] = []
         self.backward_mode = False
         self.lagged = False
@@ -70,11 +74,7 @@ class Tape:
 
     def alive(self) -> bool:
         """Whether the optimizer still exists."""
-        return self._consume() is not None
-
-    def owner(self) -> Any:
-        """The optimizer, or None when it is gone."""
-        return getattr(self._consume(), "__self__", None)
+        return self.owner() is not None
 
     def consumes_now(self) -> bool:
         """Whether a complete gradient is to be consumed at this point of backward."""
@@ -90,9 +90,9 @@ class Tape:
 
     def consume(self, slot: WeightSlot) -> None:
         """Update `slot`'s weight."""
-        consume = self._consume()
-        if consume is not None:
-            consume(slot)
+        owner = self.owner()
+        if owner is not None:
+            self._consume(owner, slot)
 
     def enter_backward(self) -> None:
         """Watch the running backward: if it ends by an exception, its partial gradients are dropped.
