@@ -71,6 +71,10 @@ class WeightSlot:
         """Whether an optimizer still wants this weight's pairs."""
         return not self._revoked and self.tape.owner() is not None
 
+    def involved(self) -> bool:
+        """Whether a gradient is held here, or was since `zero_grad()`."""
+        return self.gradient is not None or self.updated or self.stale
+
     def expect(self) -> None:
         """Count a use seen in forward."""
         self._expected += 1
@@ -108,8 +112,10 @@ class WeightSlot:
         complete = self._expected == 0 and self.tape.consumes_now()
         if self.gradient is None:
             self.gradient = FactoredGradient(self.parameter, self.name)
-        keep = {"keep_input": self.tape.own_copy} if borrowed else {}
-        self.gradient.add_pair(dy_TN, x_TK, bounded=not complete, **keep)
+        if borrowed:
+            self.gradient.add_pair(dy_TN, x_TK, not complete, self.tape.own_copy)
+        else:
+            self.gradient.add_pair(dy_TN, x_TK, not complete)
         if complete:
             self.tape.consume(self)
         elif self.gradient.segments:
@@ -151,7 +157,7 @@ class WeightSlot:
 
     def discard(self, set_to_none: bool = True) -> None:
         """Forget what is pending; unless `set_to_none`, leave a gradient of zeros where there was one."""
-        had_gradient = self.gradient is not None or self.updated or self.stale
+        had_gradient = self.involved()
         self.gradient = None
         if had_gradient and not set_to_none:
             self.gradient = FactoredGradient(self.parameter, self.name)

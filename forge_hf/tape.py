@@ -7,8 +7,8 @@ for an exception, and keeps the marks of a step that was interrupted. Each weigh
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ class Tape:
     """State that all weights of one optimizer share.
 
     Args:
-        consume: The optimizer's method, called as `consume(slot)` when a slot's gradient is complete in
-            `backward` mode. Held weakly, so that a model does not keep a dropped optimizer alive.
+        owner: The optimizer. Held weakly, so that a model does not keep a dropped optimizer alive.
+        consume: Called as `consume(owner, slot)` when a slot's gradient is complete in `backward` mode.
 
     Attributes:
         owner: Returns the optimizer, or None when it is gone.
@@ -52,12 +52,12 @@ class Tape:
         hold_depth: Above 0 inside `no_sync()`.
         lost: Names of weights that another optimizer took over.
         settings: Numbers of each param group that updates in this step's backward used, by its index.
+        scalars: Numbers of this step's updates: by index of the group, by count of the update.
     """
 
-    def __init__(self, consume: MethodType) -> None:
-        # The two halves of a WeakMethod, whose own call costs more than what it is asked for here.
-        self.owner: Callable[[], Any] = weakref.ref(consume.__self__)
-        self._consume = consume.__func__
+    def __init__(self, owner: Any, consume: Callable[[Any, WeightSlot], None]) -> None:
+        self.owner: Callable[[], Any] = weakref.ref(owner)
+        self._consume = consume
         self.slots: list[WeightSlot] = []
         self.backward_mode = False
         self.lagged = False
@@ -68,13 +68,10 @@ class Tape:
         self.hold_depth = 0
         self.lost: list[str] = []
         self.settings: dict[int, StepScalars] = {}
+        self.scalars: defaultdict[int, dict[int, StepScalars]] = defaultdict(dict)
         self._held_outputs: set[int] = set()
         self._copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self._open_tasks: set[int] = set()
-
-    def alive(self) -> bool:
-        """Whether the optimizer still exists."""
-        return self.owner() is not None
 
     def consumes_now(self) -> bool:
         """Whether a complete gradient is to be consumed at this point of backward."""
@@ -154,7 +151,7 @@ class Tape:
         for slot in self.slots:
             slot.discard()
         self.partial = self.begun = False
-        self.settings.clear()
+        self.forget_settings()
 
     def zero_grad(self, slots: list[WeightSlot], set_to_none: bool) -> None:
         """Drop or zero the gradients of `slots`, as `zero_grad()` of a module or of the optimizer asks.
@@ -173,9 +170,14 @@ class Tape:
     def end_step(self) -> None:
         """Close the step: gradients are gone, and adding to them without `zero_grad()` is an error."""
         self.begun = False
-        self.settings.clear()
+        self.forget_settings()
         for slot in self.slots:
             slot.end_step()
+
+    def forget_settings(self) -> None:
+        """The next update is one of another step."""
+        self.settings.clear()
+        self.scalars.clear()
 
     def require_usable(self) -> None:
         """Check that what is pending may be used.

@@ -11,6 +11,7 @@ from .config import ForgeConfig
 from .dispatch import backend_for
 from .gradient import FactoredGradient
 from .rules import Rule
+from .scalars import StepScalars
 from .state import format_for, rounding_key
 
 __all__ = ["apply_"]
@@ -24,6 +25,7 @@ def apply_(
     parameter: Tensor,
     number: int,
     gradient: FactoredGradient | Tensor,
+    known: dict[int, StepScalars],
     want_norm_sq: bool = False,
 ) -> Tensor | None:
     """Update `parameter` and its state in place, and count the step.
@@ -36,6 +38,7 @@ def apply_(
         parameter: fp32, bf16 or fp16, any shape.
         number: Its position among all parameters, which keys stochastic rounding.
         gradient: Factored for a weight (N, K), else a tensor of the parameter's shape.
+        known: Numbers of the group's updates in this step by their count; a missing one is added.
         want_norm_sq: Also return the squared norm of a factored gradient, before its coefficient.
 
     Returns:
@@ -43,25 +46,27 @@ def apply_(
     """
     moments = _moments(rule, config, group, state, parameter)
     step = int(state["step"]) + 1
-    stochastic = config.rounding == "stochastic"
-    arguments: dict[str, Any] = {
-        "moments": moments,
-        "rule": rule.name,
-        "scalars": rule.scalars(group, step),
-        "rng_key": rounding_key(config.seed, step, number) if stochastic else None,
-    }
+    scalars = known.get(step)
+    if scalars is None:
+        scalars = known[step] = rule.scalars(group, step)
+    key = rounding_key(config.seed, step, number) if config.rounding == "stochastic" else None
     backend, weight, norm_sq = backend_for(parameter), parameter.detach(), None
     if isinstance(gradient, Tensor):
-        backend.dense_update_(weight, gradient, **arguments)
+        backend.dense_update_(weight, gradient, moments, rule.name, scalars, rng_key=key)
     elif gradient.buffer is not None:
         norm_sq = gradient.unscaled_norm_sq() if want_norm_sq else None
-        backend.dense_update_(weight, gradient.buffer, coefficient=gradient.coefficient, **arguments)
+        backend.dense_update_(
+            weight, gradient.buffer, moments, rule.name, scalars,
+            coefficient=gradient.coefficient, rng_key=key,
+        )  # fmt: skip
     else:
-        arguments |= {"coefficient": gradient.coefficient, "want_norm_sq": want_norm_sq}
-        norm_sq = backend.wgrad_update_(weight, gradient.pairs(), **arguments)
+        norm_sq = backend.wgrad_update_(
+            weight, gradient.pairs(), moments, rule.name, scalars,
+            coefficient=gradient.coefficient, rng_key=key, want_norm_sq=want_norm_sq,
+        )  # fmt: skip
     # A kernel's store does not move the version counter; another graph node that saved W must notice.
     torch.autograd.graph.increment_version(parameter)
-    state["step"] += 1
+    state["step"].fill_(step)
     return norm_sq
 
 
@@ -74,4 +79,4 @@ def _moments(
     for name in names:
         if name not in state:
             state[name] = format_for(config.state, parameter).allocate(parameter)
-    return tuple(state[name] for name in names)
+    return tuple([state[name] for name in names])
