@@ -49,21 +49,22 @@ def apply_(
     scalars = known.get(step)
     if scalars is None:
         scalars = known[step] = rule.scalars(group, step)
-    key = rounding_key(config.seed, step, number) if config.rounding == "stochastic" else None
+    stochastic = config.rounding == "stochastic"
+    arguments: dict[str, Any] = {
+        "moments": moments,
+        "rule": rule.name,
+        "scalars": scalars,
+        "rng_key": rounding_key(config.seed, step, number) if stochastic else None,
+    }
     backend, weight, norm_sq = backend_for(parameter), parameter.detach(), None
     if isinstance(gradient, Tensor):
-        backend.dense_update_(weight, gradient, moments, rule.name, scalars, rng_key=key)
+        backend.dense_update_(weight, gradient, **arguments)
     elif gradient.buffer is not None:
         norm_sq = gradient.unscaled_norm_sq() if want_norm_sq else None
-        backend.dense_update_(
-            weight, gradient.buffer, moments, rule.name, scalars,
-            coefficient=gradient.coefficient, rng_key=key,
-        )  # fmt: skip
+        backend.dense_update_(weight, gradient.buffer, coefficient=gradient.coefficient, **arguments)
     else:
-        norm_sq = backend.wgrad_update_(
-            weight, gradient.pairs(), moments, rule.name, scalars,
-            coefficient=gradient.coefficient, rng_key=key, want_norm_sq=want_norm_sq,
-        )  # fmt: skip
+        arguments |= {"coefficient": gradient.coefficient, "want_norm_sq": want_norm_sq}
+        norm_sq = backend.wgrad_update_(weight, gradient.pairs(), **arguments)
     # A kernel's store does not move the version counter; another graph node that saved W must notice.
     torch.autograd.graph.increment_version(parameter)
     state["step"].fill_(step)
@@ -79,4 +80,4 @@ def _moments(
     for name in names:
         if name not in state:
             state[name] = format_for(config.state, parameter).allocate(parameter)
-    return tuple([state[name] for name in names])
+    return tuple(state[name] for name in names)
