@@ -124,10 +124,8 @@ class FactoredGradient:
             accumulate_dense_(self.buffer, dy_TN, x_TK)
             return
         if bounded:
-            pair_bytes = _compact_bytes(dy_TN) + _compact_bytes(x_TK)
-            for held_dy, held_x, _ in self.segments:
-                pair_bytes += _compact_bytes(held_dy) + _compact_bytes(held_x)
-            if pair_bytes > self.dense_bytes:
+            held = [tensor for segment in self.segments for tensor in segment[:2]]
+            if sum(map(_compact_bytes, [*held, dy_TN, x_TK])) > self.dense_bytes:
                 accumulate_dense_(self._densify(), dy_TN, x_TK)
                 return
             dy_TN, x_TK = _compact(dy_TN), keep_input(x_TK)

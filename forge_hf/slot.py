@@ -112,10 +112,8 @@ class WeightSlot:
         complete = self._expected == 0 and self.tape.consumes_now()
         if self.gradient is None:
             self.gradient = FactoredGradient(self.parameter, self.name)
-        if borrowed:
-            self.gradient.add_pair(dy_TN, x_TK, not complete, self.tape.own_copy)
-        else:
-            self.gradient.add_pair(dy_TN, x_TK, not complete)
+        keep = {"keep_input": self.tape.own_copy} if borrowed else {}
+        self.gradient.add_pair(dy_TN, x_TK, bounded=not complete, **keep)
         if complete:
             self.tape.consume(self)
         elif self.gradient.segments:
