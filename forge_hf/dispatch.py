@@ -1,8 +1,8 @@
 """The one choice between the two backends: Triton kernels, or plain torch.
 
 `FORGE_HF_BACKEND` is "auto" (Triton for weights on a GPU that it supports, else torch), "triton" or
-"reference". Both backends offer `wgrad_update_`, `dense_update_` and `wgrad_norm_sq` with the same arguments
-(see `reference.py`).
+"reference"; a change acts on the next optimizer that is built and after the next `step()`. Both backends
+offer `wgrad_update_`, `dense_update_` and `wgrad_norm_sq` with the same arguments (see `reference.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,20 @@ from torch import Tensor
 from . import reference
 from .config import ForgeConfigError
 
-__all__ = ["backend_for", "backend_name"]
+__all__ = ["backend_for", "backend_name", "reread_environment"]
+
+
+@functools.cache
+def _choice() -> str:
+    choice = os.environ.get("FORGE_HF_BACKEND", "auto")
+    if choice not in ("auto", "triton", "reference"):
+        raise ForgeConfigError(f"FORGE_HF_BACKEND='{choice}' is unknown. Valid: auto, triton, reference.")
+    return choice
+
+
+def reread_environment() -> None:
+    """Look at `FORGE_HF_BACKEND` again before the next use; every look costs a microsecond."""
+    _choice.cache_clear()
 
 
 @functools.cache
@@ -35,11 +48,9 @@ def backend_for(weight: Tensor) -> ModuleType:
     Raises:
         ForgeConfigError: `FORGE_HF_BACKEND` has an unknown value, or asks for Triton where it cannot run.
     """
-    choice = os.environ.get("FORGE_HF_BACKEND", "auto")
+    choice = _choice()
     if choice == "reference":
         return reference
-    if choice not in ("auto", "triton"):
-        raise ForgeConfigError(f"FORGE_HF_BACKEND='{choice}' is unknown. Valid: auto, triton, reference.")
     # On a CPU the kernels could only run in Triton's interpreter, which is for tests.
     if choice == "triton" or weight.is_cuda:
         launchers = _triton_launchers()

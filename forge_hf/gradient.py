@@ -36,7 +36,10 @@ class Segment(NamedTuple):
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor keeps no count, and cannot be written to outside its mode
+        return 0
 
 
 def _compact(tensor: Tensor) -> Tensor:
@@ -46,8 +49,8 @@ def _compact(tensor: Tensor) -> Tensor:
 
 def _compact_bytes(tensor: Tensor) -> int:
     """Bytes that holding `_compact(tensor)` costs; an expanded tensor costs less than its elements."""
-    storage_bytes = tensor.untyped_storage().nbytes()
-    return tensor.nbytes if storage_bytes > 1.25 * tensor.nbytes else storage_bytes
+    storage_bytes, tensor_bytes = tensor.untyped_storage().nbytes(), tensor.nbytes
+    return tensor_bytes if storage_bytes > 1.25 * tensor_bytes else storage_bytes
 
 
 class FactoredGradient:
@@ -72,7 +75,7 @@ class FactoredGradient:
         self.segments: list[Segment] = []
         self.buffer: Tensor | None = None
         self.coefficient: Tensor | None = None
-        self._weight = weight.detach()
+        self._weight = weight
         self._norm_sq: Tensor | None = None
 
     @property
@@ -145,7 +148,11 @@ class FactoredGradient:
     def scale_(self, coefficient: Tensor) -> None:
         """Multiply by a 0-d tensor on this device, without touching the pairs and without synchronising."""
         coefficient = coefficient.detach().to(device=self.device, dtype=torch.float32)
-        self.coefficient = coefficient.clone() if self.coefficient is None else self.coefficient * coefficient
+        self.scale_by_(coefficient.clone() if self.coefficient is None else coefficient)
+
+    def scale_by_(self, coefficient: Tensor) -> None:
+        """`scale_` by a 0-d fp32 tensor on this device that nobody writes to: it is kept without a copy."""
+        self.coefficient = coefficient if self.coefficient is None else self.coefficient * coefficient
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """The held (dy_TN, x_TK).
@@ -153,13 +160,14 @@ class FactoredGradient:
         Raises:
             ForgeRefusal: a held tensor was written to since it was handed over.
         """
-        for segment in self.segments:
-            for tensor, version, what in zip(
-                segment[:2], segment.versions, ("output gradient", "input"), strict=True
-            ):
-                if _version(tensor) != version:
-                    raise refuse("pair_modified", what=what, param=self.name)
-        return [(segment.dy_TN, segment.x_TK) for segment in self.segments]
+        pairs = []
+        for dy_TN, x_TK, (dy_version, x_version) in self.segments:
+            if _version(dy_TN) != dy_version:
+                raise refuse("pair_modified", what="output gradient", param=self.name)
+            if _version(x_TK) != x_version:
+                raise refuse("pair_modified", what="input", param=self.name)
+            pairs.append((dy_TN, x_TK))
+        return pairs
 
     def norm_sq(self) -> Tensor:
         """||coefficient * G||_F^2 as a 0-d fp32 tensor."""

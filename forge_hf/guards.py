@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .config import refuse
-from .slot import WeightSlot, live_slots
+from .slot import WeightSlot, live_slots, slot_of
 
 __all__ = ["clip_slots_and_grads_", "install"]
 
@@ -58,11 +58,13 @@ def clip_slots_and_grads_(
         raise refuse("used_up", param=used_up[0].name)
     squares, applied = _slot_norms(slots)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    squares += [torch.linalg.vector_norm(grad, dtype=torch.float32).square() for grad in grads]
-    if not squares:
+    norms = list(torch._foreach_norm(grads, 2, dtype=torch.float32)) if grads else []
+    if not squares and not norms:
         return torch.tensor(0.0)
-    device = squares[0].device
-    total_norm = torch.stack([square.to(device) for square in squares]).sum().sqrt()
+    device = (squares or norms)[0].device
+    parts = [_stacked(squares, device)] if squares else []
+    parts += [_stacked(norms, device).square()] if norms else []
+    total_norm = torch.cat(parts).sum().sqrt()
     if error_if_nonfinite and not torch.isfinite(total_norm):
         raise RuntimeError(
             f"The total norm of the gradients is {total_norm.item()}, so it cannot be clipped."
@@ -74,13 +76,21 @@ def clip_slots_and_grads_(
     exact = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
     lagged = {id(slot.tape): slot.tape for slot in slots if slot.tape.lagged}
     used = {key: tape.exchange_lagged(exact) for key, tape in lagged.items()}
+    copies: dict[tuple[int, torch.device], Tensor] = {}
     for slot in slots:
         if slot.gradient is not None:
-            slot.gradient.scale_(used.get(id(slot.tape), exact))
+            key = id(slot.tape), slot.gradient.device
+            if key not in copies:
+                copies[key] = used.get(key[0], exact).to(key[1], torch.float32, copy=True)
+            slot.gradient.scale_by_(copies[key])
     coefficient = next(iter(used.values()), exact)
     for grad in grads:
-        grad.mul_(coefficient.to(device=grad.device))
+        grad.mul_(coefficient if coefficient.device == grad.device else coefficient.to(grad.device))
     return total_norm
+
+
+def _stacked(scalars: list[Tensor], device: torch.device) -> Tensor:
+    return torch.stack([scalar if scalar.device == device else scalar.to(device) for scalar in scalars])
 
 
 def _slot_norms(slots: list[WeightSlot]) -> tuple[list[Tensor], list[WeightSlot]]:
@@ -99,7 +109,7 @@ def _slot_norms(slots: list[WeightSlot]) -> tuple[list[Tensor], list[WeightSlot]
 
 def _involved(parameters: Any) -> list[WeightSlot]:
     tensors = [parameters] if isinstance(parameters, Tensor) else parameters
-    return [slot for slot in live_slots(tensors) if slot.gradient is not None or slot.updated or slot.stale]
+    return [slot for slot in live_slots(tensors) if slot.involved()]
 
 
 def _wrap_clip_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -112,7 +122,7 @@ def _wrap_clip_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if not _involved(tensors):
+        if not any(slot is not None and slot.involved() for slot in map(slot_of, tensors)):
             return original(tensors, max_norm, norm_type, error_if_nonfinite, foreach)
         with torch.no_grad():
             return clip_slots_and_grads_(tensors, max_norm, norm_type, error_if_nonfinite)

@@ -71,6 +71,8 @@ def in_backward() -> bool:
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    if not torch._C._is_any_autocast_enabled():
+        return None
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
@@ -121,14 +123,23 @@ class _ForgeLinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled() and ctx.compute_dtype is not None:
             raise refuse("double_backward")
-        dy_TN = dy.reshape(-1, dy.shape[-1])
+        dy_TN = _flat(dy)
         dx = db = None
-        if ctx.needs_input_grad[0]:
-            compute_weight = weight if ctx.compute_dtype is None else weight.to(ctx.compute_dtype)
-            dx = (dy_TN @ compute_weight).reshape(x.shape).to(ctx.x_dtype)
-        if ctx.needs_input_grad[2]:
+        needs_dx, _, needs_db, _ = ctx.needs_input_grad
+        if needs_dx:
+            dx = dy_TN @ (weight if ctx.compute_dtype is None else weight.to(ctx.compute_dtype))
+            if x.ndim != 2:
+                dx = dx.reshape(x.shape)
+            if dx.dtype != ctx.x_dtype:
+                dx = dx.to(ctx.x_dtype)
+        if needs_db:
             db = dy_TN.sum(0, dtype=torch.float32 if dy.dtype != torch.float64 else None).to(ctx.bias_dtype)
-        return dx, _hand_over(ctx, receiver, dy_TN, x.reshape(-1, x.shape[-1])), db, None
+        return dx, _hand_over(ctx, receiver, dy_TN, _flat(x)), db, None
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All tokens in one dimension: (..., F) as (T, F)."""
+    return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _hand_over(ctx: Any, receiver: Receiver, dy_TN: Tensor, x_TK: Tensor) -> Tensor | None:
@@ -157,7 +168,8 @@ class ForgeLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Y = X W^T + b for x of shape (..., K); returns (..., N)."""
         receiver = self.__dict__.get(_RECEIVER)
-        weight = self.weight
+        parameters = self._parameters
+        weight = parameters.get("weight")  # another tensor, or None, when something replaced it
         if receiver is None or x.layout is not torch.strided or not _pair_path_is_exact(receiver, weight):
             return super().forward(x)
         receiver.open_forward()
@@ -168,7 +180,8 @@ class ForgeLinear(nn.Linear):
             return super().forward(x)
         if not in_backward():
             receiver.expect()
-        return _ForgeLinearFunction.apply(x, weight, self.bias, receiver)
+        bias = parameters["bias"] if "bias" in parameters else self.bias
+        return _ForgeLinearFunction.apply(x, weight, bias, receiver)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deep-copy as the stock layer: a copy has no optimizer, and loads without forge_hf."""
@@ -182,10 +195,10 @@ def _is_plain(weight: Tensor) -> bool:
     return weight.requires_grad and not weight._backward_hooks and not weight._post_accumulate_grad_hooks
 
 
-def _pair_path_is_exact(receiver: Receiver, weight: Tensor) -> bool:
+def _pair_path_is_exact(receiver: Receiver, weight: Tensor | None) -> bool:
     return (
         weight is receiver.parameter
-        and _is_plain(weight)
+        and _is_plain(receiver.parameter)
         and receiver.active()
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()

@@ -23,6 +23,7 @@ from . import attach as _attach
 from . import checkpoint, guards
 from .attach import PathEntry
 from .config import ForgeConfig, ForgeConfigError, refuse
+from .dispatch import reread_environment
 from .gradient import FactoredGradient
 from .rules import Rule
 from .slot import WeightSlot
@@ -74,7 +75,7 @@ class ForgeOptimizer(Optimizer):
 
     def _prepare_engine(self) -> None:
         """Set what is not part of torch's optimizer state."""
-        self.tape = Tape(self._consume)
+        self.tape = Tape(self, type(self)._consume)
         self.tape.backward_mode = self.update_mode == "backward"
         self.tape.lagged = self.config.clip == "lagged"
         self._model = lambda: None
@@ -82,6 +83,7 @@ class ForgeOptimizer(Optimizer):
         self._report: list[PathEntry] = []
         self._places: dict[int, tuple[int, int]] = {}
         self._placed: list[tuple[list[Tensor], int]] = []
+        reread_environment()
         # The model keeps the slots alive; a dropped optimizer must not leave pairs in them.
         weakref.finalize(self, self.tape.discard).atexit = False
 
@@ -135,6 +137,7 @@ class ForgeOptimizer(Optimizer):
         try:
             with torch.no_grad():
                 self._require_applicable()
+                self._number_parameters()
                 for _, parameter in self._walk():
                     done += self._update(parameter)
         except BaseException:
@@ -147,6 +150,7 @@ class ForgeOptimizer(Optimizer):
                 self.tape.interrupted = refuse("interrupted_step", updated=done, total=total)
             raise
         self.tape.end_step()
+        reread_environment()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -171,7 +175,7 @@ class ForgeOptimizer(Optimizer):
         self.tape.lagged_coefficient = self.param_groups[0].get("lagged_clip_coefficient")
         if self.tape.interrupted is not None:
             self.accept_partial_step()
-        self.tape.settings.clear()
+        self.tape.forget_settings()
         for slot in self.tape.slots:
             if slot.updated:
                 slot.discard()
@@ -284,31 +288,34 @@ class ForgeOptimizer(Optimizer):
             for parameter in group["params"]:
                 yield group, parameter
 
-    def _place(self, parameter: Tensor) -> tuple[int, int] | None:
-        """Index of a parameter's group and its number, or None when it was taken out of the groups."""
-        lists = [group["params"] for group in self.param_groups]
-        if len(lists) != len(self._placed) or any(
-            members is not known or len(members) != length
-            for members, (known, length) in zip(lists, self._placed, strict=True)
-        ):
+    def _number_parameters(self) -> None:
+        """Bring `_places` up to date: index of the group and number of each parameter, by its id."""
+        groups, placed = self.param_groups, self._placed
+        stale = len(groups) != len(placed)
+        if not stale:
+            for group, (known, length) in zip(groups, placed, strict=True):
+                stale = stale or group["params"] is not known or len(known) != length
+        if stale:
+            lists = [group["params"] for group in groups]
             places = [(index, member) for index, members in enumerate(lists) for member in members]
             self._places = {id(member): (index, number) for number, (index, member) in enumerate(places)}
             self._placed = [(members, len(members)) for members in lists]
-        return self._places.get(id(parameter))
 
     def _consume(self, slot: WeightSlot) -> None:
         """Update a weight inside backward."""
-        place = self._place(slot.parameter)
-        if place is None:
+        self._number_parameters()
+        place = self._places.get(id(slot.parameter))
+        if place is None:  # it was taken out of the groups
             return
-        self.tape.settings.setdefault(place[0], self.rule.scalars(self.param_groups[place[0]], 1))
-        with torch.no_grad():
-            gradient = slot.take()
-            assert gradient is not None
-            if self.tape.lagged_coefficient is not None and self.tape.lagged:
-                gradient.scale_(self.tape.lagged_coefficient)
-            slot.updated = True
-            slot.norm_sq = self._apply(slot.parameter, gradient, want_norm_sq=True)
+        if place[0] not in self.tape.settings:
+            self.tape.settings[place[0]] = self.rule.scalars(self.param_groups[place[0]], 1)
+        # Without grad already: a backward that builds a graph keeps its pairs from the slots.
+        gradient = slot.take()
+        assert gradient is not None
+        if self.tape.lagged_coefficient is not None and self.tape.lagged:
+            gradient.scale_(self.tape.lagged_coefficient)
+        slot.updated = True
+        slot.norm_sq = self._apply(slot.parameter, gradient, want_norm_sq=True)
 
     def _require_applicable(self) -> None:
         for slot in self.tape.slots:
@@ -339,9 +346,7 @@ class ForgeOptimizer(Optimizer):
     def _apply(
         self, parameter: Tensor, gradient: FactoredGradient | Tensor, want_norm_sq: bool = False
     ) -> Tensor | None:
-        place = self._place(parameter)
-        assert place is not None
-        group, number = self.param_groups[place[0]], place[1]
+        index, number = self._places[id(parameter)]
         self.tape.begun = True
-        state = self.state[parameter]
-        return apply_(self.rule, self.config, group, state, parameter, number, gradient, want_norm_sq)
+        group, state, known = self.param_groups[index], self.state[parameter], self.tape.scalars[index]
+        return apply_(self.rule, self.config, group, state, parameter, number, gradient, known, want_norm_sq)

@@ -69,7 +69,11 @@ class WeightSlot:
 
     def active(self) -> bool:
         """Whether an optimizer still wants this weight's pairs."""
-        return not self._revoked and self.tape.alive()
+        return not self._revoked and self.tape.owner() is not None
+
+    def involved(self) -> bool:
+        """Whether a gradient is held here, or was since `zero_grad()`."""
+        return self.gradient is not None or self.updated or self.stale
 
     def expect(self) -> None:
         """Count a use seen in forward."""
@@ -151,7 +155,7 @@ class WeightSlot:
 
     def discard(self, set_to_none: bool = True) -> None:
         """Forget what is pending; unless `set_to_none`, leave a gradient of zeros where there was one."""
-        had_gradient = self.gradient is not None or self.updated or self.stale
+        had_gradient = self.involved()
         self.gradient = None
         if had_gradient and not set_to_none:
             self.gradient = FactoredGradient(self.parameter, self.name)

@@ -12,6 +12,7 @@ and write the stored form; the rest of the code only allocates, converts and cou
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -99,12 +100,19 @@ def allocate_low_bits(state: dict[str, Any], weight_bits: int, weight: Tensor) -
 
 def rounding_key(seed: int, step: int, index: int) -> int:
     """Mix (seed, step, parameter index) into the 32-bit key of one update; a resumed run rounds alike."""
-    key = (seed ^ 0x9E3779B9) & 0xFFFFFFFF
-    for value in (step, index):
-        key = (key ^ (value & 0xFFFFFFFF)) * 0x85EBCA6B & 0xFFFFFFFF
-        key = (key ^ key >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-        key ^= key >> 16
-    return key
+    return _mix(_step_key(seed, step), index)
+
+
+@functools.lru_cache(maxsize=16)
+def _step_key(seed: int, step: int) -> int:
+    """The part of the key that all parameters of a step share."""
+    return _mix((seed ^ 0x9E3779B9) & 0xFFFFFFFF, step)
+
+
+def _mix(key: int, value: int) -> int:
+    key = (key ^ (value & 0xFFFFFFFF)) * 0x85EBCA6B & 0xFFFFFFFF
+    key = (key ^ key >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return key ^ key >> 16
 
 
 def state_bytes(states: object) -> int:

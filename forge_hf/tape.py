@@ -7,6 +7,7 @@ for an exception, and keeps the marks of a step that was interrupted. Each weigh
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -37,10 +38,11 @@ class Tape:
     """State that all weights of one optimizer share.
 
     Args:
-        consume: Called as `consume(slot)` when a slot's gradient is complete in `backward` mode. Held weakly
-            when it is a bound method, so that a model does not keep a dropped optimizer alive.
+        owner: The optimizer. Held weakly, so that a model does not keep a dropped optimizer alive.
+        consume: Called as `consume(owner, slot)` when a slot's gradient is complete in `backward` mode.
 
     Attributes:
+        owner: Returns the optimizer, or None when it is gone.
         backward_mode: Whether gradients are consumed in backward (else in `step()`).
         lagged: Whether clipping uses the coefficient of the previous step.
         lagged_coefficient: That coefficient (0-d fp32), or None before the first clipping, which is exact.
@@ -50,10 +52,12 @@ class Tape:
         hold_depth: Above 0 inside `no_sync()`.
         lost: Names of weights that another optimizer took over.
         settings: Numbers of each param group that updates in this step's backward used, by its index.
+        scalars: Numbers of this step's updates: by index of the group, by count of the update.
     """
 
-    def __init__(self, consume: Callable[[WeightSlot], None]) -> None:
-        self._consume = weakref.WeakMethod(consume) if hasattr(consume, "__self__") else (lambda: consume)
+    def __init__(self, owner: Any, consume: Callable[[Any, WeightSlot], None]) -> None:
+        self.owner: Callable[[], Any] = weakref.ref(owner)
+        self._consume = consume
         self.slots: list[WeightSlot] = []
         self.backward_mode = False
         self.lagged = False
@@ -64,17 +68,10 @@ class Tape:
         self.hold_depth = 0
         self.lost: list[str] = []
         self.settings: dict[int, StepScalars] = {}
+        self.scalars: defaultdict[int, dict[int, StepScalars]] = defaultdict(dict)
         self._held_outputs: set[int] = set()
         self._copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self._open_tasks: set[int] = set()
-
-    def alive(self) -> bool:
-        """Whether the optimizer still exists."""
-        return self._consume() is not None
-
-    def owner(self) -> Any:
-        """The optimizer, or None when it is gone."""
-        return getattr(self._consume(), "__self__", None)
 
     def consumes_now(self) -> bool:
         """Whether a complete gradient is to be consumed at this point of backward."""
@@ -90,9 +87,9 @@ class Tape:
 
     def consume(self, slot: WeightSlot) -> None:
         """Update `slot`'s weight."""
-        consume = self._consume()
-        if consume is not None:
-            consume(slot)
+        owner = self.owner()
+        if owner is not None:
+            self._consume(owner, slot)
 
     def enter_backward(self) -> None:
         """Watch the running backward: if it ends by an exception, its partial gradients are dropped.
@@ -154,7 +151,7 @@ class Tape:
         for slot in self.slots:
             slot.discard()
         self.partial = self.begun = False
-        self.settings.clear()
+        self.forget_settings()
 
     def zero_grad(self, slots: list[WeightSlot], set_to_none: bool) -> None:
         """Drop or zero the gradients of `slots`, as `zero_grad()` of a module or of the optimizer asks.
@@ -173,9 +170,14 @@ class Tape:
     def end_step(self) -> None:
         """Close the step: gradients are gone, and adding to them without `zero_grad()` is an error."""
         self.begun = False
-        self.settings.clear()
+        self.forget_settings()
         for slot in self.slots:
             slot.end_step()
+
+    def forget_settings(self) -> None:
+        """The next update is one of another step."""
+        self.settings.clear()
+        self.scalars.clear()
 
     def require_usable(self) -> None:
         """Check that what is pending may be used.

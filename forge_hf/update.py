@@ -12,6 +12,7 @@ from .dispatch import backend_for
 from .gradient import FactoredGradient
 from .quantized import Moment
 from .rules import Rule
+from .scalars import StepScalars
 from .state import LOW_BITS, allocate_low_bits, allocate_moment, moment_of, rounding_key
 
 __all__ = ["apply_"]
@@ -25,6 +26,7 @@ def apply_(
     parameter: Tensor,
     number: int,
     gradient: FactoredGradient | Tensor,
+    known: dict[int, StepScalars],
     want_norm_sq: bool = False,
 ) -> Tensor | None:
     """Update `parameter` and its state in place, and count the step.
@@ -37,6 +39,7 @@ def apply_(
         parameter: fp32, bf16 or fp16, any shape.
         number: Its position among all parameters, which keys stochastic rounding.
         gradient: Factored for a weight (N, K), else a tensor of the parameter's shape.
+        known: Numbers of the group's updates in this step by their count; a missing one is added.
         want_norm_sq: Also return the squared norm of a factored gradient, before its coefficient.
 
     Returns:
@@ -45,11 +48,14 @@ def apply_(
     moments = _moments(rule, config, group, state, parameter)
     low = state.get(LOW_BITS)
     step = int(state["step"]) + 1
+    scalars = known.get(step)
+    if scalars is None:
+        scalars = known[step] = rule.scalars(group, step)
     stochastic = config.rounding == "stochastic"
     arguments: dict[str, Any] = {
         "moments": moments,
         "rule": rule.name,
-        "scalars": rule.scalars(group, step),
+        "scalars": scalars,
         "rng_key": rounding_key(config.seed, step, number) if stochastic else None,
         "low": low,
     }
@@ -64,7 +70,7 @@ def apply_(
         norm_sq = backend.wgrad_update_(weight, gradient.pairs(), **arguments)
     # A kernel's store does not move the version counter; another graph node that saved W must notice.
     torch.autograd.graph.increment_version(parameter)
-    state["step"] += 1
+    state["step"].fill_(step)
     return norm_sq
 
 
