@@ -18,8 +18,10 @@ import torch
 
 from ..scalars import StepScalars
 from .elementwise import launch_dense_update
+from .plan import gram_is_cheaper
 from .tiles import INTERPRET
-from .wgrad_norm import centred_gram_norm_sq, gemm_norm_sq, gram_is_cheaper
+from .wgrad_gram import centred_gram_norm_sq
+from .wgrad_norm import gemm_norm_sq
 from .wgrad_update import launch_wgrad_update
 
 __all__ = ["Segment", "available", "dense_update_", "wgrad_norm_sq", "wgrad_update_"]

@@ -24,7 +24,7 @@ import triton
 
 from .tiles import INTERPRET
 
-__all__ = ["Tile", "gram_is_cheaper", "gram_part", "gram_tile", "norm_tile", "update_tile", "uses_chunks"]
+__all__ = ["GramPlan", "Tile", "gram_is_cheaper", "gram_plan", "norm_tile", "update_tile", "uses_chunks"]
 
 
 class Tile(NamedTuple):
@@ -67,8 +67,14 @@ CHUNK_TOKENS, CHUNK_PRODUCTS = 2048, 1 << 26
 #: Features from which the Gram form is worth its latency: at T=512, 18432 took 0.05 ms against 0.10 for the
 #: GEMM, and 8192 took 0.042 against 0.036.
 GRAM_FEATURES = 16384
-#: Programs that the Gram kernels split their features for.
-GRAM_PROGRAMS = 512
+#: Programs of the Gram kernels that a card runs at once: two on each of an H200's 132 processors.
+GRAM_SLOTS = 264
+#: Tiles of partial sums in the scratch, where the parts are more than two: 32 MiB of 128x128.
+GRAM_TILES = 512
+#: Rows of a tile that a program of the product takes.
+SLICE_ROWS = 8
+#: Rows and columns that a program of the kernel that centres reads at once.
+COLUMN_ROWS, COLUMN_WIDTH = 128, 64
 
 
 def update_tile(T: int, N: int, K: int, operand: torch.dtype, state_bytes: int, device: torch.device) -> Tile:
@@ -112,20 +118,79 @@ def gram_is_cheaper(tokens: int, out_features: int, in_features: int) -> bool:
     return features >= GRAM_FEATURES and 2 * tokens * features < 2 * out_features * in_features
 
 
-def gram_tile(tokens: int, operand: torch.dtype) -> tuple[int, int]:
-    """Token and feature block of the Gram kernels."""
-    block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    return block_t, 32 if operand == torch.float32 else 64 if tokens <= 1024 else 128
+class GramPlan(NamedTuple):
+    """Blocks, grid and scratch of the Gram kernels for one pair; scratch counts fp32 elements."""
+
+    #: Tile of the Gram matrices and block of features; `side` tiles a side.
+    block_t: int
+    block_f: int
+    num_warps: int
+    num_stages: int
+    side: int
+    #: Whether no load of the Gram tiles needs a mask.
+    even: bool
+    #: Features of a program, and how many such parts dy and x have.
+    features: int
+    parts_n: int
+    parts_k: int
+    #: Block of the kernel that centres, and how many blocks of columns dy and x have.
+    column_rows: int
+    blocks_n: int
+    blocks_k: int
+    #: Number of the product's partials, which come first in the scratch; where the others begin; its length.
+    partials: int
+    columns_at: int
+    tiles_at: int
+    scratch: int
 
 
-def gram_part(pairs: int, features: int, block_f: int) -> int:
-    """Features per program of the Gram kernels, where `pairs` tiles are too few to fill a card.
+@functools.lru_cache(maxsize=1024)
+def gram_plan(T: int, N: int, K: int, operand: torch.dtype) -> GramPlan:
+    """Tile, parts and scratch of the Gram kernels."""
+    block_t = next(block for block in (16, 32, 64, 128) if T <= block or block == 128)
+    block_f, num_warps, num_stages = 64, 8 if block_t == 128 else 4, 3
+    if operand == torch.float32:
+        block_t, block_f, num_warps = min(block_t, 64), 32, 4
+    side = triton.cdiv(T, block_t)
+    pairs = side * (side + 1) // 2
+    features = _gram_features(pairs, N, K, block_f)
+    parts_n, parts_k = triton.cdiv(N, features), triton.cdiv(K, features)
+    blocks_n, blocks_k = triton.cdiv(N, COLUMN_WIDTH), triton.cdiv(K, COLUMN_WIDTH)
+    partials = (pairs + side) * (block_t // SLICE_ROWS)
+    columns_at = triton.cdiv(partials, 32) * 32
+    tiles_at = columns_at + triton.cdiv((blocks_n + blocks_k) * (T + 1), 32) * 32
+    return GramPlan(
+        block_t=block_t,
+        block_f=block_f,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        side=side,
+        even=T % block_t == 0 and N % block_f == 0 and K % block_f == 0,
+        features=features,
+        parts_n=parts_n,
+        parts_k=parts_k,
+        column_rows=min(COLUMN_ROWS, max(16, triton.next_power_of_2(T))),
+        blocks_n=blocks_n,
+        blocks_k=blocks_k,
+        partials=partials,
+        columns_at=columns_at,
+        tiles_at=tiles_at,
+        scratch=tiles_at + (parts_n + parts_k) * pairs * block_t * block_t,
+    )
 
-    At T=512 there are 36 tiles, which took 0.079 ms at 18432 features in one piece and 0.050 in parts. The
-    work space of the parts is about GRAM_PROGRAMS tiles, 8 MiB.
-    """
-    parts = max(1, GRAM_PROGRAMS // max(pairs, 1))
-    return triton.cdiv(triton.cdiv(features, parts), 4 * block_f) * 4 * block_f
+
+def _gram_features(pairs: int, N: int, K: int, block_f: int) -> int:
+    """Features of a program: the fewest rounds of GRAM_SLOTS programs, in scratch of at most GRAM_TILES."""
+    least = 4 * block_f
+    best, choice = float("inf"), triton.cdiv(max(N, K, 1), least) * least
+    for parts in range(2, max(3, GRAM_TILES // max(pairs, 1) + 1)):
+        features = triton.cdiv(triton.cdiv(N + K, parts), least) * least
+        count = triton.cdiv(N, features) + triton.cdiv(K, features)
+        # A program's start and end take about as long as four blocks of features.
+        cost = triton.cdiv(pairs * count, GRAM_SLOTS) * (features + least)
+        if cost < best and pairs * count <= max(GRAM_TILES, 2 * pairs):
+            best, choice = cost, features
+    return choice
 
 
 def _is_hopper(device: torch.device) -> bool:
