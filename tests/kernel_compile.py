@@ -115,13 +115,25 @@ def report_gram(operand: torch.dtype, tokens: int) -> None:
     """Compile the four kernels of the Gram form for a weight of 14336x4096."""
     gram = plan.gram_plan(tokens, 14336, 4096, operand)
     tile = plan.GENERIC._replace(num_warps=gram.num_warps, num_stages=gram.num_stages)
-    ints = dict.fromkeys((*GRAM_COUNTS, "count", "features", "columns_at", "tiles_at"), "i32")
-    pointers = {"centred_ptr": f"*{TYPES[operand]}", "scratch_ptr": "*fp32", "out_ptr": "*fp32"}
+    ints = dict.fromkeys((*GRAM_COUNTS, "count", "features", "columns_at", "tiles_at", "centred_at"), "i32")
+    pointers = {"scratch_ptr": "*fp32", "out_ptr": "*fp32"}
     reads = {"ROWS": plan.SLICE_ROWS, "PART_BLOCK": wgrad_gram.PART_BLOCK}
     sides = {"COLUMN_BLOCKS": wgrad_gram.COLUMN_BLOCKS, "BLOCK": wgrad_gram.FINISH_BLOCK}
-    blocks = {"UNIT": True, "EVEN": gram.even, "BLOCK_T": gram.block_t, "BLOCK_F": gram.block_f, **reads, **sides}
+    blocks = {
+        "UNIT": True,
+        "EVEN": gram.even,
+        "BLOCK_T": gram.block_t,
+        "BLOCK_F": gram.block_f,
+        **reads,
+        **sides,
+    }
     arguments = {**pair_arguments(operand, False, plan.GENERIC), **ints, **pointers, **blocks}
-    columns = {**arguments, "BLOCK_T": gram.column_rows, "BLOCK_F": plan.COLUMN_WIDTH}
+    columns = {
+        **arguments,
+        "BLOCK_T": gram.column_rows,
+        "BLOCK_F": gram.column_width,
+        "ONE": gram.column_rows >= tokens,
+    }
     label = f"{operand} T={tokens}"
     report(label, wgrad_gram._gram_columns_kernel, columns, plan.GENERIC._replace(num_warps=8))
     report(label, wgrad_gram._gram_parts_kernel, arguments, tile)

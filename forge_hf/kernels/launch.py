@@ -141,7 +141,9 @@ def wgrad_norm_sq(segments: Sequence[Segment]) -> torch.Tensor:
 
 def _on(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 def _merge(segments: Sequence[Segment], N: int, K: int, like: torch.Tensor) -> Segment:

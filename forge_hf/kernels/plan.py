@@ -24,7 +24,17 @@ import triton
 
 from .tiles import INTERPRET
 
-__all__ = ["GramPlan", "Tile", "gram_is_cheaper", "gram_plan", "norm_tile", "update_tile", "uses_chunks"]
+__all__ = [
+    "GramPlan",
+    "Tile",
+    "gram_is_cheaper",
+    "gram_plan",
+    "norm_tile",
+    "processors",
+    "update_tile",
+    "uses_chunks",
+    "uses_descriptors",
+]
 
 
 class Tile(NamedTuple):
@@ -56,6 +66,7 @@ HOPPER_WIDE = Tile(128, 256, 32, num_warps=16, num_stages=5)
 # fp32 weights or moments take twice the registers, and half the columns are as many bytes.
 HOPPER_WIDE_FP32 = HOPPER_WIDE._replace(parts=8)
 HOPPER_NORM = Tile(128, 256, 64, num_warps=8, num_stages=3)
+DESCRIPTOR_NORM = HOPPER_NORM._replace(num_stages=4)
 
 #: Below, the epilogue takes longer than the main loop.
 PAIR_TOKENS = 1024
@@ -64,6 +75,10 @@ ENOUGH_PROGRAMS = 66
 #: fp32 operands go to the vendor's GEMM in chunks from this many tokens and products on: 384x1536 at T=4096
 #: took 0.12 ms against 0.22, 4096x4096 at T=2048 1.43 against 1.51, but at T=512 0.47 against 0.40.
 CHUNK_TOKENS, CHUNK_PRODUCTS = 2048, 1 << 26
+#: Tokens from which a GEMM is long enough to pay for two descriptors on the host.
+DESCRIPTOR_TOKENS = 1024
+#: Whether Triton is one that descriptors were tried with.
+HAS_DESCRIPTORS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 #: Features from which the Gram form is worth its latency: at T=512, 18432 took 0.05 ms against 0.10 for the
 #: GEMM, and 8192 took 0.042 against 0.036.
 GRAM_FEATURES = 16384
@@ -73,8 +88,8 @@ GRAM_SLOTS = 264
 GRAM_TILES = 512
 #: Rows of a tile that a program of the product takes.
 SLICE_ROWS = 8
-#: Rows and columns that a program of the kernel that centres reads at once.
-COLUMN_ROWS, COLUMN_WIDTH = 128, 64
+#: Most tokens, and elements, that a program of the kernel that centres holds in registers.
+COLUMN_TOKENS, COLUMN_TILE = 512, 1 << 14
 
 
 def update_tile(T: int, N: int, K: int, operand: torch.dtype, state_bytes: int, device: torch.device) -> Tile:
@@ -112,6 +127,28 @@ def norm_tile(N: int, K: int, operand: torch.dtype, device: torch.device) -> Til
     return HOPPER_NORM if _is_hopper(device) and HOPPER_NORM.programs(N, K) >= ENOUGH_PROGRAMS else GENERIC
 
 
+def uses_descriptors(
+    T: int,
+    N: int,
+    K: int,
+    strides: tuple[int, ...],
+    aligned: tuple[bool, ...],
+    operand: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Whether the norm's GEMM reads dy and x (strides of both) through the copy engine of Hopper cards."""
+    return (
+        T >= DESCRIPTOR_TOKENS
+        and operand != torch.float32
+        and all(aligned)
+        and strides[1] == strides[3] == 1
+        and strides[0] % 8 == strides[2] % 8 == 0
+        and DESCRIPTOR_NORM.programs(N, K) >= ENOUGH_PROGRAMS
+        and _is_hopper(device)
+        and HAS_DESCRIPTORS
+    )
+
+
 def gram_is_cheaper(tokens: int, out_features: int, in_features: int) -> bool:
     """Whether the Gram form is faster than the GEMM, whose FLOP/s it reaches about half of."""
     features = out_features + in_features
@@ -135,16 +172,18 @@ class GramPlan(NamedTuple):
     parts_k: int
     #: Block of the kernel that centres, and how many blocks of columns dy and x have.
     column_rows: int
+    column_width: int
     blocks_n: int
     blocks_k: int
-    #: Number of the product's partials, which come first in the scratch; where the others begin; its length.
+    #: Number of the product's partials, which come first in the scratch; where the sums over columns, the
+    #: tiles and the centred x begin; its length.
     partials: int
     columns_at: int
     tiles_at: int
+    centred_at: int
     scratch: int
 
 
-@functools.lru_cache(maxsize=1024)
 def gram_plan(T: int, N: int, K: int, operand: torch.dtype) -> GramPlan:
     """Tile, parts and scratch of the Gram kernels."""
     block_t = next(block for block in (16, 32, 64, 128) if T <= block or block == 128)
@@ -155,10 +194,14 @@ def gram_plan(T: int, N: int, K: int, operand: torch.dtype) -> GramPlan:
     pairs = side * (side + 1) // 2
     features = _gram_features(pairs, N, K, block_f)
     parts_n, parts_k = triton.cdiv(N, features), triton.cdiv(K, features)
-    blocks_n, blocks_k = triton.cdiv(N, COLUMN_WIDTH), triton.cdiv(K, COLUMN_WIDTH)
+    # All tokens at once, where they fit the registers, are read once.
+    rows = max(16, triton.next_power_of_2(T))
+    rows, width = (rows, min(64, COLUMN_TILE // rows)) if rows <= COLUMN_TOKENS else (128, 64)
+    blocks_n, blocks_k = triton.cdiv(N, width), triton.cdiv(K, width)
     partials = (pairs + side) * (block_t // SLICE_ROWS)
     columns_at = triton.cdiv(partials, 32) * 32
     tiles_at = columns_at + triton.cdiv((blocks_n + blocks_k) * (T + 1), 32) * 32
+    centred_at = tiles_at + (parts_n + parts_k) * pairs * block_t * block_t
     return GramPlan(
         block_t=block_t,
         block_f=block_f,
@@ -169,13 +212,15 @@ def gram_plan(T: int, N: int, K: int, operand: torch.dtype) -> GramPlan:
         features=features,
         parts_n=parts_n,
         parts_k=parts_k,
-        column_rows=min(COLUMN_ROWS, max(16, triton.next_power_of_2(T))),
+        column_rows=rows,
+        column_width=width,
         blocks_n=blocks_n,
         blocks_k=blocks_k,
         partials=partials,
         columns_at=columns_at,
         tiles_at=tiles_at,
-        scratch=tiles_at + (parts_n + parts_k) * pairs * block_t * block_t,
+        centred_at=centred_at,
+        scratch=centred_at + triton.cdiv(T * K * operand.itemsize, 4),
     )
 
 
@@ -195,6 +240,12 @@ def _gram_features(pairs: int, N: int, K: int, block_f: int) -> int:
 
 def _is_hopper(device: torch.device) -> bool:
     return not INTERPRET and torch.version.hip is None and _capability(device.index) == (9, 0)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Number of streaming multiprocessors; 132 where there is none to ask."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @functools.cache

@@ -3,11 +3,11 @@
     G = dy^T x = dy^T xc + s m^T,   xc = x - 1 m^T,   s = sum_t dy_t,   for any row m: here the mean of x
     ||G||^2 = sum_ij (dy dy^T)_ij (xc xc^T)_ij + 2 sum_i (dy_i . s) (xc_i . m) + |s|^2 |m|^2
 
-T^2 (N + K) FLOP, as i >= j suffices, against 2 T N K of the GEMM. Without the centring, inputs that are nearly the
-same for all tokens cancel: a norm of 0.14 came out as 1.22. `m` is rounded to the dtype of x, which keeps the
-identity and makes x - m exact where the two are close; s and all sums are fp32. Features whose mean is below
-their standard deviation have m = 0: they cannot cancel by more than a factor of two, and x - m, which would
-have to be rounded, stays x.
+T^2 (N + K) FLOP, as i >= j suffices, against 2 T N K of the GEMM. Without the centring inputs that are nearly
+the same for all tokens cancel: a norm of 0.14 came out as 1.22. `m` is rounded to the dtype of x, which keeps
+the identity and makes x - m exact where the two are close; s and all sums are fp32. Features whose mean is
+below their standard deviation have m = 0: they cannot cancel by more than a factor of two, and x - m, which
+would have to be rounded, stays x.
 
 Four launches, each with a fixed order of summation and no atomics, so the same pair gives the same bits:
 
@@ -21,15 +21,19 @@ Shapes: dy (T, N), x (T, K).
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from .plan import COLUMN_WIDTH, SLICE_ROWS, GramPlan, gram_plan
+from .plan import SLICE_ROWS, gram_plan
+from .replay import Launch, alignment
 from .rounding import _nearest_bf16
-from .tiles import INTERPRET, LAUNCH_OPTIONS, dot, to_fp32
+from .tiles import INTERPRET, dot, to_fp32
 
-__all__ = ["centred_gram_norm_sq", "finish_sum"]
+__all__ = ["centred_gram_norm_sq", "finish_launch"]
 
 #: Partials that the last program reads at once.
 FINISH_BLOCK = 2048
@@ -46,28 +50,44 @@ def _as_operand(value, like_ptr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def _row_products(
+    a, vector, rows_ptr, centred, offs_t, T, here, like_ptr, IS_X: tl.constexpr, INTERPRET: tl.constexpr
+):  # fmt: skip
+    """Store this block's share of each row's product; x is centred and stored before."""
+    if IS_X:
+        stored = _as_operand(a - vector[None, :], like_ptr, INTERPRET)
+        tl.store(centred, stored, mask=here)
+        a = to_fp32(stored, INTERPRET)
+    tl.store(rows_ptr + offs_t, tl.sum(a * vector[None, :], axis=1), mask=offs_t < T)
+
+
+@triton.jit
 def _column_block(
     a_ptr, centred_ptr, rows_ptr, square_ptr, T, F, block, stride_t, stride_f,
-    IS_X: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, INTERPRET: tl.constexpr,
+    IS_X: tl.constexpr, ONE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Column sums of one block of columns, then with them its share of each row's product, in a second pass.
+    """Column sums of one block of columns, then with them its share of each row's product.
 
-    For dy the row is multiplied by the sum; x is multiplied by its mean after it was centred and stored.
+    For dy the row is multiplied by the sum; x is multiplied by its mean after it was centred and stored. ONE
+    says that BLOCK_T holds all rows, which are then read once.
     """
     offs_t = tl.arange(0, BLOCK_T)
     offs_f = block * BLOCK_F + tl.arange(0, BLOCK_F)
     inside = (offs_f < F)[None, :]
     first = a_ptr + offs_t.to(tl.int64)[:, None] * stride_t + offs_f.to(tl.int64)[None, :] * stride_f
     step_t = tl.cast(stride_t, tl.int64) * BLOCK_T
-    sums = tl.zeros((BLOCK_T, BLOCK_F), dtype=tl.float32)
-    squares = tl.zeros((BLOCK_T, BLOCK_F), dtype=tl.float32)
-    ptrs = first
-    for start in range(0, T, BLOCK_T):
-        a = to_fp32(tl.load(ptrs, mask=(offs_t < T - start)[:, None] & inside, other=0.0), INTERPRET)
-        sums += a
-        if IS_X:
-            squares += a * a
-        ptrs += step_t
+    a = to_fp32(tl.load(first, mask=(offs_t < T)[:, None] & inside, other=0.0), INTERPRET)
+    sums = a
+    squares = a * a
+    if not ONE:
+        ptrs = first
+        for start in range(BLOCK_T, T, BLOCK_T):
+            ptrs += step_t
+            a = to_fp32(tl.load(ptrs, mask=(offs_t < T - start)[:, None] & inside, other=0.0), INTERPRET)
+            sums += a
+            if IS_X:
+                squares += a * a
     vector = tl.sum(sums, axis=0)
     if IS_X:
         mean = vector / T
@@ -76,39 +96,40 @@ def _column_block(
     tl.store(square_ptr + block, tl.sum(vector * vector))
     rows_ptr += block.to(tl.int64) * T
     centred = centred_ptr + offs_t.to(tl.int64)[:, None] * F + offs_f[None, :]
-    ptrs = first
-    for start in range(0, T, BLOCK_T):
-        here = (offs_t < T - start)[:, None] & inside
-        a = to_fp32(tl.load(ptrs, mask=here, other=0.0), INTERPRET)
-        if IS_X:
-            stored = _as_operand(a - vector[None, :], a_ptr, INTERPRET)
-            tl.store(centred, stored, mask=here)
+    if ONE:
+        here = (offs_t < T)[:, None] & inside
+        _row_products(a, vector, rows_ptr, centred, offs_t, T, here, a_ptr, IS_X, INTERPRET)
+    else:
+        for start in range(0, T, BLOCK_T):
+            here = (offs_t < T - start)[:, None] & inside
+            a = to_fp32(tl.load(first, mask=here, other=0.0), INTERPRET)
+            _row_products(a, vector, rows_ptr, centred, start + offs_t, T, here, a_ptr, IS_X, INTERPRET)
+            first += step_t
             centred += tl.cast(F, tl.int64) * BLOCK_T
-            a = to_fp32(stored, INTERPRET)
-        tl.store(rows_ptr + start + offs_t, tl.sum(a * vector[None, :], axis=1), mask=offs_t < T - start)
-        ptrs += step_t
 
 
 @triton.jit(do_not_specialize=["T", "blocks_n"])
 def _gram_columns_kernel(
-    dy_ptr, x_ptr, centred_ptr, scratch_ptr, T, N, K, blocks_n, columns_at, stride_dt, stride_dn, stride_xt, stride_xk,
-    BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, INTERPRET: tl.constexpr,
+    dy_ptr, x_ptr, scratch_ptr, T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
+    blocks_n, columns_at, centred_at,
+    ONE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    # Scratch: one square for each block of columns, then T row products for each.
+    # Scratch: one square for each block of columns, then T row products for each; elsewhere xc.
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
+    centred_ptr = tl.cast(scratch_ptr + centred_at, x_ptr.dtype)
     scratch_ptr += columns_at
     rows_ptr = scratch_ptr + blocks
     # Those of x first: they take longer.
     if block < blocks - blocks_n:
         _column_block(
             x_ptr, centred_ptr, rows_ptr + blocks_n.to(tl.int64) * T, scratch_ptr + blocks_n, T, K, block,
-            stride_xt, stride_xk, True, BLOCK_T, BLOCK_F, INTERPRET,
+            stride_xt, stride_xk, True, ONE, BLOCK_T, BLOCK_F, INTERPRET,
         )  # fmt: skip
     else:
         _column_block(
             dy_ptr, centred_ptr, rows_ptr, scratch_ptr, T, N, block - (blocks - blocks_n),
-            stride_dt, stride_dn, False, BLOCK_T, BLOCK_F, INTERPRET,
+            stride_dt, stride_dn, False, ONE, BLOCK_T, BLOCK_F, INTERPRET,
         )  # fmt: skip
 
 
@@ -145,8 +166,9 @@ def _gram_block(
 # `features` and the offsets in the scratch are multiples of 32: one specialization, and wide loads.
 @triton.jit(do_not_specialize=["T", "parts_n"])
 def _gram_parts_kernel(
-    dy_ptr, centred_ptr, scratch_ptr, T, N, K, parts_n, features, tiles_at, stride_dt, stride_dn,
-    UNIT: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, INTERPRET: tl.constexpr,
+    dy_ptr, scratch_ptr, T, N, K, stride_dt, stride_dn, parts_n, features, tiles_at, centred_at,
+    UNIT: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of dy dy^T, or of xc xc^T from part `parts_n` on, over `features` features."""
     i = tl.program_id(0)
@@ -154,6 +176,7 @@ def _gram_parts_kernel(
     part = tl.program_id(2)
     if j > i:
         return
+    centred_ptr = tl.cast(scratch_ptr + centred_at, dy_ptr.dtype)
     # One loop for both: two would take their shared memory side by side.
     is_dy = part < parts_n
     gram = _gram_block(
@@ -165,7 +188,9 @@ def _gram_parts_kernel(
     side = tl.num_programs(0)
     tile = part.to(tl.int64) * (side * (side + 1) // 2) + i * (i + 1) // 2 + j
     lane = tl.arange(0, BLOCK_T)
-    tl.store(scratch_ptr + tiles_at + tile * (BLOCK_T * BLOCK_T) + lane[:, None] * BLOCK_T + lane[None, :], gram)
+    tl.store(
+        scratch_ptr + tiles_at + tile * (BLOCK_T * BLOCK_T) + lane[:, None] * BLOCK_T + lane[None, :], gram
+    )
 
 
 @triton.jit
@@ -185,7 +210,7 @@ def _gram_product_kernel(
     scratch_ptr, T, blocks_n, blocks_all, parts_n, parts, columns_at, tiles_at,
     BLOCK_T: tl.constexpr, ROWS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr, PART_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of tile (i, j <= i) of the product; with j = side, the other terms for those rows of block i."""
+    """ROWS rows of tile (i, j <= i) of the product, or at j = side the other terms for rows of block i."""
     i = tl.program_id(0)
     j = tl.program_id(1)
     side = tl.num_programs(0)
@@ -199,7 +224,9 @@ def _gram_product_kernel(
         step = pairs.to(tl.int64) * (BLOCK_T * BLOCK_T)
         every = inside >= 0
         gram = _sum_rows(scratch_ptr + tiles_at, 0, parts_n, step, offsets, every, PART_BLOCK, ROWS * BLOCK_T)
-        gram *= _sum_rows(scratch_ptr + tiles_at, parts_n, parts, step, offsets, every, PART_BLOCK, ROWS * BLOCK_T)
+        gram *= _sum_rows(
+            scratch_ptr + tiles_at, parts_n, parts, step, offsets, every, PART_BLOCK, ROWS * BLOCK_T
+        )
         # A tile off the diagonal stands for its mirror image too.
         result = tl.where(i == j, 1.0, 2.0) * tl.sum(gram)
     else:
@@ -229,47 +256,72 @@ def _finish_kernel(partial_ptr, out_ptr, count, BLOCK: tl.constexpr):
     tl.store(out_ptr, tl.where(norm_sq < 0.0, 0.0, norm_sq))
 
 
-def finish_sum(partials: torch.Tensor, count: int) -> torch.Tensor:
-    """Sum of the first `count` elements of an fp32 tensor, at least 0, by one program (0-d fp32)."""
-    result = torch.empty((), dtype=torch.float32, device=partials.device)
-    _finish_kernel[(1,)](partials, result, count, BLOCK=FINISH_BLOCK, num_warps=4, **LAUNCH_OPTIONS)
-    return result
+@functools.lru_cache(maxsize=1024)
+def finish_launch(count: int, device_index: int | None) -> Launch:
+    """Launch that takes (partials, out): the sum of `count` fp32 elements, at least 0, by one program."""
+    return Launch(_finish_kernel, (1,), (count,), {"BLOCK": FINISH_BLOCK}, num_warps=4)
+
+
+class _Gram(NamedTuple):
+    scratch: int
+    columns: Launch
+    parts: Launch
+    product: Launch
+    finish: Launch
+
+
+@functools.lru_cache(maxsize=1024)
+def _gram_launches(
+    T: int, N: int, K: int, strides: tuple[int, ...], operand: torch.dtype, device: int | None, aligned: tuple
+) -> _Gram:
+    plan = gram_plan(T, N, K, operand)
+    stride_dt, stride_dn, stride_xt, stride_xk = strides
+    blocks, parts = plan.blocks_n + plan.blocks_k, plan.parts_n + plan.parts_k
+    common = {"BLOCK_T": plan.block_t, "BLOCK_F": plan.block_f, "INTERPRET": INTERPRET}
+    columns = {"BLOCK_T": plan.column_rows, "BLOCK_F": plan.column_width, "INTERPRET": INTERPRET}
+    reads = {"ROWS": SLICE_ROWS, "COLUMN_BLOCKS": COLUMN_BLOCKS, "PART_BLOCK": PART_BLOCK}
+    return _Gram(
+        plan.scratch,
+        Launch(
+            _gram_columns_kernel,
+            (blocks,),
+            (T, N, K, *strides, plan.blocks_n, plan.columns_at, plan.centred_at),
+            {"ONE": plan.column_rows >= T, **columns},
+            num_warps=8,
+        ),
+        Launch(
+            _gram_parts_kernel,
+            (plan.side, plan.side, parts),
+            (T, N, K, stride_dt, stride_dn, plan.parts_n, plan.features, plan.tiles_at, plan.centred_at),
+            {"UNIT": stride_dn == 1, "EVEN": plan.even, **common},
+            num_warps=plan.num_warps,
+            num_stages=plan.num_stages,
+        ),
+        Launch(
+            _gram_product_kernel,
+            (plan.side, plan.side + 1, plan.block_t // SLICE_ROWS),
+            (T, plan.blocks_n, blocks, plan.parts_n, parts, plan.columns_at, plan.tiles_at),
+            {"BLOCK_T": plan.block_t, **reads},
+            num_warps=4,
+        ),
+        finish_launch(plan.partials, device),
+    )
 
 
 def centred_gram_norm_sq(dy_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
     """||dy^T x||_F^2 from the token Gram matrices (0-d fp32); the module says how.
 
-    Takes T K elements of the dtype of x and the plan's scratch for a moment.
+    Takes T K elements of the dtype of x, and the scratch of the plan, for a moment.
     """
-    (T, N), K = dy_TN.shape, x_TK.shape[1]
-    plan = gram_plan(T, N, K, dy_TN.dtype)
-    centred = torch.empty((T, K), dtype=x_TK.dtype, device=x_TK.device)
-    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=x_TK.device)
+    (T, N), K, device = dy_TN.shape, x_TK.shape[1], dy_TN.device
     if not (T and N and K):
-        return finish_sum(scratch, 0)
-    _launch_gram(dy_TN, x_TK, centred, scratch, plan)
-    return finish_sum(scratch, plan.partials)
-
-
-def _launch_gram(
-    dy_TN: torch.Tensor, x_TK: torch.Tensor, centred: torch.Tensor, scratch: torch.Tensor, plan: GramPlan
-) -> None:
-    """Leaves `plan.partials` partial sums at the start of `scratch`."""
-    (T, N), K = dy_TN.shape, x_TK.shape[1]
-    stride_dt, stride_dn = dy_TN.stride()
-    blocks, parts = plan.blocks_n + plan.blocks_k, plan.parts_n + plan.parts_k
-    _gram_columns_kernel[(blocks,)](
-        dy_TN, x_TK, centred, scratch, T, N, K, plan.blocks_n, plan.columns_at,
-        stride_dt, stride_dn, *x_TK.stride(),
-        BLOCK_T=plan.column_rows, BLOCK_F=COLUMN_WIDTH, INTERPRET=INTERPRET, num_warps=8, **LAUNCH_OPTIONS,
-    )  # fmt: skip
-    _gram_parts_kernel[(plan.side, plan.side, parts)](
-        dy_TN, centred, scratch, T, N, K, plan.parts_n, plan.features, plan.tiles_at, stride_dt, stride_dn,
-        UNIT=stride_dn == 1, EVEN=plan.even, BLOCK_T=plan.block_t, BLOCK_F=plan.block_f, INTERPRET=INTERPRET,
-        num_warps=plan.num_warps, num_stages=plan.num_stages, **LAUNCH_OPTIONS,
-    )  # fmt: skip
-    _gram_product_kernel[(plan.side, plan.side + 1, plan.block_t // SLICE_ROWS)](
-        scratch, T, plan.blocks_n, blocks, plan.parts_n, parts, plan.columns_at, plan.tiles_at,
-        BLOCK_T=plan.block_t, ROWS=SLICE_ROWS, COLUMN_BLOCKS=COLUMN_BLOCKS, PART_BLOCK=PART_BLOCK,
-        num_warps=4, **LAUNCH_OPTIONS,
-    )  # fmt: skip
+        return torch.zeros((), dtype=torch.float32, device=device)
+    strides = (*dy_TN.stride(), *x_TK.stride())
+    gram = _gram_launches(T, N, K, strides, dy_TN.dtype, device.index, alignment(dy_TN, x_TK))
+    scratch = torch.empty(gram.scratch, dtype=torch.float32, device=device)
+    result = torch.empty((), dtype=torch.float32, device=device)
+    gram.columns(dy_TN, x_TK, scratch)
+    gram.parts(dy_TN, scratch)
+    gram.product(scratch)
+    gram.finish(scratch, result)
+    return result

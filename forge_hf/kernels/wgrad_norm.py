@@ -8,15 +8,24 @@ bits. `wgrad_gram` is faster for few tokens. Shapes: dy (T, N), x (T, K).
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from .plan import norm_tile
-from .tiles import GROUP_N, INTERPRET, LAUNCH_OPTIONS, accumulate_tile, tile_order
-from .wgrad_gram import finish_sum
+from .plan import DESCRIPTOR_NORM, Tile, norm_tile, processors, uses_descriptors
+from .replay import Launch, alignment
+from .tiles import GROUP_N, INTERPRET, accumulate_tile, dot, tile_order
+from .wgrad_gram import finish_launch
 
-__all__ = ["gemm_norm_sq"]
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # before Triton 3.4; `plan.uses_descriptors` says no there
+    TensorDescriptor = None
+
+__all__ = ["descriptor_norm_sq", "gemm_norm_sq"]
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -36,17 +45,92 @@ def _gemm_norm_kernel(
     tl.store(partial_ptr + pid, tl.sum(acc * acc))
 
 
+@triton.jit(do_not_specialize=["T"])
+def _descriptor_norm_kernel(
+    dy_desc, x_desc, partial_ptr, T, N, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The same with blocks from the copy engine, one program a processor: each takes many tiles."""
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tiles_n * tiles_k, tl.num_programs(0), flatten=True):
+        pid_n, pid_k = tile_order(tile, tiles_n, tiles_k, GROUP)
+        acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+        for start in range(0, T, BLOCK_T):
+            dy = dy_desc.load([start, pid_n * BLOCK_N])
+            x = x_desc.load([start, pid_k * BLOCK_K])
+            acc = dot(tl.trans(dy), x, acc, INTERPRET)
+        tl.store(partial_ptr + tile, tl.sum(acc * acc))
+
+
+class _Gemm(NamedTuple):
+    programs: int
+    tile: Tile
+    gemm: Launch
+    finish: Launch
+
+
+@functools.lru_cache(maxsize=1024)
+def _gemm_launches(
+    T: int,
+    N: int,
+    K: int,
+    strides: tuple[int, ...],
+    operand: torch.dtype,
+    device: torch.device,
+    aligned: tuple,
+) -> _Gemm:
+    tile = norm_tile(N, K, operand, device)
+    programs = tile.programs(N, K)
+    even = {"EVEN": N % tile.block_n == 0 and K % tile.block_k == 0, "EVEN_T": T % tile.block_t == 0}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    gemm = Launch(_gemm_norm_kernel, (programs,), (T, N, K, *strides), {**even, **_blocks(tile)}, **options)
+    return _Gemm(programs, tile, gemm, finish_launch(programs, device.index))
+
+
+@functools.lru_cache(maxsize=1024)
+def _descriptor_launches(T: int, N: int, K: int, device: torch.device) -> _Gemm:
+    tile = DESCRIPTOR_NORM
+    programs = tile.programs(N, K)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    grid = (min(programs, processors(device)),)
+    gemm = Launch(_descriptor_norm_kernel, grid, (T, N, K), _blocks(tile), **options)
+    return _Gemm(programs, tile, gemm, finish_launch(programs, device.index))
+
+
+def _blocks(tile: Tile) -> dict[str, int | bool]:
+    blocks = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "BLOCK_T": tile.block_t}
+    return {**blocks, "GROUP": GROUP_N, "INTERPRET": INTERPRET}
+
+
 def gemm_norm_sq(dy_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
     """||dy^T x||_F^2 by the GEMM with a reduction for an epilogue (0-d fp32)."""
-    (T, N), K = dy_TN.shape, x_TK.shape[1]
-    tile = norm_tile(N, K, dy_TN.dtype, dy_TN.device)
-    programs = tile.programs(N, K)
-    partials = torch.empty(programs, dtype=torch.float32, device=dy_TN.device)
-    if programs:
-        _gemm_norm_kernel[(programs,)](
-            dy_TN, x_TK, partials, T, N, K, dy_TN.stride(0), dy_TN.stride(1), x_TK.stride(0), x_TK.stride(1),
-            EVEN=N % tile.block_n == 0 and K % tile.block_k == 0, EVEN_T=T % tile.block_t == 0,
-            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, BLOCK_T=tile.block_t, GROUP=GROUP_N,
-            INTERPRET=INTERPRET, num_warps=tile.num_warps, num_stages=tile.num_stages, **LAUNCH_OPTIONS,
-        )  # fmt: skip
-    return finish_sum(partials, programs)
+    (T, N), K, device = dy_TN.shape, x_TK.shape[1], dy_TN.device
+    if not (T and N and K):
+        return torch.zeros((), dtype=torch.float32, device=device)
+    aligned, strides = alignment(dy_TN, x_TK), (*dy_TN.stride(), *x_TK.stride())
+    if uses_descriptors(T, N, K, strides, aligned, dy_TN.dtype, device):
+        return descriptor_norm_sq(dy_TN, x_TK)
+    launches = _gemm_launches(T, N, K, strides, dy_TN.dtype, device, aligned)
+    partials = torch.empty(launches.programs, dtype=torch.float32, device=device)
+    result = torch.empty((), dtype=torch.float32, device=device)
+    launches.gemm(dy_TN, x_TK, partials)
+    launches.finish(partials, result)
+    return result
+
+
+def descriptor_norm_sq(dy_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
+    """`gemm_norm_sq` through tensor descriptors, for pairs that `plan.uses_descriptors` allows."""
+    (T, N), K, device = dy_TN.shape, x_TK.shape[1], dy_TN.device
+    launches = _descriptor_launches(T, N, K, device)
+    tile = launches.tile
+    partials = torch.empty(launches.programs, dtype=torch.float32, device=device)
+    result = torch.empty((), dtype=torch.float32, device=device)
+    launches.gemm(
+        TensorDescriptor(dy_TN, [T, N], [dy_TN.stride(0), 1], [tile.block_t, tile.block_n]),
+        TensorDescriptor(x_TK, [T, K], [x_TK.stride(0), 1], [tile.block_t, tile.block_k]),
+        partials,
+    )
+    launches.finish(partials, result)
+    return result
