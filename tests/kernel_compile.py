@@ -24,7 +24,7 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from forge_hf.kernels import elementwise, plan, rules, tiles, wgrad_gram, wgrad_norm, wgrad_update  # noqa: E402
+from forge_hf.kernels import elementwise, norm_plan, plan, rules, tiles, wgrad_gram, wgrad_norm, wgrad_update  # noqa: E402
 from forge_hf.scalars import StepScalars  # noqa: E402
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -113,12 +113,12 @@ def update_tiles(operand: torch.dtype, weight: torch.dtype, moment: torch.dtype 
 
 def report_gram(operand: torch.dtype, tokens: int) -> None:
     """Compile the four kernels of the Gram form for a weight of 14336x4096."""
-    gram = plan.gram_plan(tokens, 14336, 4096, operand)
+    gram = norm_plan.gram_plan(tokens, 14336, 4096, operand)
     tile = plan.GENERIC._replace(num_warps=gram.num_warps, num_stages=gram.num_stages)
     ints = dict.fromkeys((*GRAM_COUNTS, "count", "features", "columns_at", "tiles_at", "centred_at"), "i32")
     pointers = {"scratch_ptr": "*fp32", "out_ptr": "*fp32"}
-    reads = {"ROWS": plan.SLICE_ROWS, "PART_BLOCK": wgrad_gram.PART_BLOCK}
-    sides = {"COLUMN_BLOCKS": wgrad_gram.COLUMN_BLOCKS, "BLOCK": wgrad_gram.FINISH_BLOCK}
+    reads = {"ROWS": norm_plan.SLICE_ROWS, "PART_BLOCK": wgrad_gram.PART_BLOCK}
+    sides = {"COLUMN_BLOCKS": wgrad_gram.COLUMN_BLOCKS, "BLOCK": wgrad_norm.FINISH_BLOCK}
     blocks = {
         "UNIT": True,
         "EVEN": gram.even,
@@ -138,7 +138,7 @@ def report_gram(operand: torch.dtype, tokens: int) -> None:
     report(label, wgrad_gram._gram_columns_kernel, columns, plan.GENERIC._replace(num_warps=8))
     report(label, wgrad_gram._gram_parts_kernel, arguments, tile)
     report(label, wgrad_gram._gram_product_kernel, arguments)
-    report(label, wgrad_gram._finish_kernel, arguments)
+    report(label, wgrad_norm._finish_kernel, arguments)
 
 
 def main(everything: bool) -> None:
@@ -171,7 +171,7 @@ def main(everything: bool) -> None:
             dense = {**update, **norm, **blocks, "g_ptr": f"*{TYPES[operand]}"}
             report(label, elementwise._dense_update_kernel, dense)
     for operand in TYPES if everything else (bf16,):
-        for tile in (plan.FP32,) if operand == f32 else (plan.GENERIC, plan.HOPPER_NORM):
+        for tile in (plan.FP32,) if operand == f32 else (plan.GENERIC, norm_plan.HOPPER_NORM):
             for even in (True, False):
                 arguments = pair_arguments(operand, even, tile)
                 report(

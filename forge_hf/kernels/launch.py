@@ -18,7 +18,7 @@ import torch
 
 from ..scalars import StepScalars
 from .elementwise import launch_dense_update
-from .plan import gram_is_cheaper
+from .norm_plan import gram_is_cheaper
 from .tiles import INTERPRET
 from .wgrad_gram import centred_gram_norm_sq
 from .wgrad_norm import gemm_norm_sq

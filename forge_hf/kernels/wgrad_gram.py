@@ -28,17 +28,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .plan import SLICE_ROWS, gram_plan
+from .norm_plan import SLICE_ROWS, gram_plan
 from .replay import Launch, alignment
 from .rounding import _nearest_bf16
 from .tiles import INTERPRET, dot, to_fp32
+from .wgrad_norm import finish_launch
 
-__all__ = ["centred_gram_norm_sq", "finish_launch"]
+__all__ = ["centred_gram_norm_sq"]
 
-#: Partials that the last program reads at once.
-FINISH_BLOCK = 2048
 #: Blocks of columns, and parts of features, that a program of the product reads at once.
-COLUMN_BLOCKS, PART_BLOCK = 128, 8
+COLUMN_BLOCKS, PART_BLOCK = 512, 8
 
 
 @triton.jit
@@ -243,23 +242,6 @@ def _gram_product_kernel(
             outer *= _sum_rows(squares_ptr, blocks_n, blocks_all, 1, one, one == 0, COLUMN_BLOCKS, 1)
             result += tl.sum(outer)
     tl.store(scratch_ptr + tile * tl.num_programs(2) + tl.program_id(2), result)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _finish_kernel(partial_ptr, out_ptr, count, BLOCK: tl.constexpr):
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    lane = tl.arange(0, BLOCK)
-    for start in range(0, count, BLOCK):
-        total += tl.load(partial_ptr + start + lane, mask=lane < count - start, other=0.0)
-    norm_sq = tl.sum(total)
-    # As a comparison, which leaves NaN alone.
-    tl.store(out_ptr, tl.where(norm_sq < 0.0, 0.0, norm_sq))
-
-
-@functools.lru_cache(maxsize=1024)
-def finish_launch(count: int, device_index: int | None) -> Launch:
-    """Launch that takes (partials, out): the sum of `count` fp32 elements, at least 0, by one program."""
-    return Launch(_finish_kernel, (1,), (count,), {"BLOCK": FINISH_BLOCK}, num_warps=4)
 
 
 class _Gram(NamedTuple):

@@ -15,17 +15,20 @@ import torch
 import triton
 import triton.language as tl
 
-from .plan import DESCRIPTOR_NORM, Tile, norm_tile, processors, uses_descriptors
+from .norm_plan import DESCRIPTOR_NORM, norm_tile, processors, uses_descriptors
+from .plan import Tile
 from .replay import Launch, alignment
 from .tiles import GROUP_N, INTERPRET, accumulate_tile, dot, tile_order
-from .wgrad_gram import finish_launch
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # before Triton 3.4; `plan.uses_descriptors` says no there
+except ImportError:  # before Triton 3.4; `norm_plan.uses_descriptors` says no there
     TensorDescriptor = None
 
-__all__ = ["descriptor_norm_sq", "gemm_norm_sq"]
+__all__ = ["descriptor_norm_sq", "finish_launch", "gemm_norm_sq"]
+
+#: Partials that the last program reads at once.
+FINISH_BLOCK = 2048
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -62,6 +65,23 @@ def _descriptor_norm_kernel(
             x = x_desc.load([start, pid_k * BLOCK_K])
             acc = dot(tl.trans(dy), x, acc, INTERPRET)
         tl.store(partial_ptr + tile, tl.sum(acc * acc))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _finish_kernel(partial_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    lane = tl.arange(0, BLOCK)
+    for start in range(0, count, BLOCK):
+        total += tl.load(partial_ptr + start + lane, mask=lane < count - start, other=0.0)
+    norm_sq = tl.sum(total)
+    # As a comparison, which leaves NaN alone.
+    tl.store(out_ptr, tl.where(norm_sq < 0.0, 0.0, norm_sq))
+
+
+@functools.lru_cache(maxsize=1024)
+def finish_launch(count: int, device_index: int | None) -> Launch:
+    """Launch that takes (partials, out): the sum of `count` fp32 elements, at least 0, by one program."""
+    return Launch(_finish_kernel, (1,), (count,), {"BLOCK": FINISH_BLOCK}, num_warps=4)
 
 
 class _Gemm(NamedTuple):
@@ -121,7 +141,7 @@ def gemm_norm_sq(dy_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
 
 
 def descriptor_norm_sq(dy_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
-    """`gemm_norm_sq` through tensor descriptors, for pairs that `plan.uses_descriptors` allows."""
+    """`gemm_norm_sq` through tensor descriptors, for pairs that `norm_plan.uses_descriptors` allows."""
     (T, N), K, device = dy_TN.shape, x_TK.shape[1], dy_TN.device
     launches = _descriptor_launches(T, N, K, device)
     tile = launches.tile
