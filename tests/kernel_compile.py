@@ -24,14 +24,15 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from forge_hf.kernels import elementwise, plan, rules, tiles, wgrad_norm, wgrad_update  # noqa: E402
+from forge_hf.kernels import elementwise, norm_plan, plan, rules, tiles, wgrad_gram, wgrad_norm, wgrad_update  # noqa: E402
 from forge_hf.quantized import QuantizedMoment  # noqa: E402
 from forge_hf.scalars import StepScalars  # noqa: E402
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Their kernels say `do_not_specialize`.
-UNSPECIALIZED = ("T", "rng_key", "first_block", "blocks", "first_part", "parts_n", "parts")
+GRAM_COUNTS = ("blocks_n", "blocks_all", "parts_n", "parts")
+UNSPECIALIZED = ("T", "rng_key", "first_block", "count", *GRAM_COUNTS)
 # Triton 3.9 writes PTX for the newer of the two.
 PTXAS = next((BIN / name for name in ("ptxas-blackwell", "ptxas") if (BIN / name).exists()), None)
 
@@ -119,18 +120,33 @@ def update_tiles(operand: torch.dtype, weight: torch.dtype, moment: torch.dtype 
 
 
 def report_gram(operand: torch.dtype, tokens: int) -> None:
-    """Compile the Gram kernels, whole and in parts."""
-    block_t, block_f = plan.gram_tile(tokens, operand)
-    ints = dict.fromkeys(("F", "stride_t", "blocks", "first_part", "parts_n", "parts"), "i32")
-    pointers = {"a_ptr": f"*{TYPES[operand]}", "tiles_ptr": "*fp32"}
-    blocks = {"BLOCK_T": block_t, "BLOCK_F": block_f, "stride_f": 1}
+    """Compile the four kernels of the Gram form for a weight of 14336x4096."""
+    gram = norm_plan.gram_plan(tokens, 14336, 4096, operand)
+    tile = plan.GENERIC._replace(num_warps=gram.num_warps, num_stages=gram.num_stages)
+    ints = dict.fromkeys((*GRAM_COUNTS, "count", "features", "columns_at", "tiles_at", "centred_at"), "i32")
+    pointers = {"scratch_ptr": "*fp32", "out_ptr": "*fp32"}
+    reads = {"ROWS": norm_plan.SLICE_ROWS, "PART_BLOCK": wgrad_gram.PART_BLOCK}
+    sides = {"COLUMN_BLOCKS": wgrad_gram.COLUMN_BLOCKS, "BLOCK": wgrad_norm.FINISH_BLOCK}
+    blocks = {
+        "UNIT": True,
+        "EVEN": gram.even,
+        "BLOCK_T": gram.block_t,
+        "BLOCK_F": gram.block_f,
+        **reads,
+        **sides,
+    }
     arguments = {**pair_arguments(operand, False, plan.GENERIC), **ints, **pointers, **blocks}
-    for kernel in (
-        wgrad_norm._gram_norm_kernel,
-        wgrad_norm._gram_part_kernel,
-        wgrad_norm._gram_product_kernel,
-    ):
-        report(f"{operand} {block_t}x{block_f}", kernel, arguments)
+    columns = {
+        **arguments,
+        "BLOCK_T": gram.column_rows,
+        "BLOCK_F": gram.column_width,
+        "ONE": gram.column_rows >= tokens,
+    }
+    label = f"{operand} T={tokens}"
+    report(label, wgrad_gram._gram_columns_kernel, columns, plan.GENERIC._replace(num_warps=8))
+    report(label, wgrad_gram._gram_parts_kernel, arguments, tile)
+    report(label, wgrad_gram._gram_product_kernel, arguments)
+    report(label, wgrad_norm._finish_kernel, arguments)
 
 
 def main(everything: bool) -> None:
@@ -165,7 +181,7 @@ def main(everything: bool) -> None:
             dense = {**update, **norm, **blocks, "g_ptr": f"*{TYPES[operand]}"}
             report(label, elementwise._dense_update_kernel, dense)
     for operand in TYPES if everything else (bf16,):
-        for tile in (plan.FP32,) if operand == f32 else (plan.GENERIC, plan.HOPPER_NORM):
+        for tile in (plan.FP32,) if operand == f32 else (plan.GENERIC, norm_plan.HOPPER_NORM):
             for even in (True, False):
                 arguments = pair_arguments(operand, even, tile)
                 report(

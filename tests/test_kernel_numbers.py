@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge_hf import rounding as rounding_of_torch
-from forge_hf.kernels import launch, plan, rounding, tiles, wgrad_norm
+from forge_hf.kernels import launch, rounding, tiles, wgrad_gram, wgrad_norm
 from forge_hf.scalars import StepScalars
 from tests.kernel_cases import (
     BF16,
@@ -44,45 +44,12 @@ def test_both_norms(dtype, shape):
     exact = (dy.double().T @ x.double()).square().sum().item()
     for norm_sq in (
         wgrad_norm.gemm_norm_sq,
-        wgrad_norm.gram_norm_sq,
+        wgrad_gram.centred_gram_norm_sq,
         lambda dy, x: launch.wgrad_norm_sq([(dy, x)]),
     ):
         got = norm_sq(dy, x)
         assert got.dtype == F32 and got.ndim == 0
         assert got.item() == pytest.approx(exact, rel=NORM_RTOL)
-
-
-def test_norm_picks_the_cheaper_form_and_never_turns_negative():
-    assert plan.gram_is_cheaper(2048, 14336, 4096) and not plan.gram_is_cheaper(8192, 14336, 4096)
-    assert not plan.gram_is_cheaper(
-        512, 4096, 4096
-    )  # the programs of the Gram form would be too few and long
-    dy, x = randn(40, 64), randn(40, 64, seed=1)
-    cancelled = wgrad_norm.gram_norm_sq(torch.cat([dy, -dy]), torch.cat([x, x]))
-    assert 0.0 <= cancelled.item() <= 1e-4 * launch.wgrad_norm_sq([(dy, x)]).item()
-
-
-@pytest.mark.parametrize("shape", [(300, 530, 70), (130, 1, 129)])
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_gram_in_parts_of_the_features(dtype, shape, monkeypatch):
-    """One part per block of features, the last of them ragged, add up to the same norm."""
-    N, K, T = shape
-    dy, x = randn(T, N, dtype=dtype), randn(T, K, dtype=dtype, seed=1)
-    monkeypatch.setattr(wgrad_norm, "gram_part", lambda pairs, features, block_f: block_f)
-    got = wgrad_norm.gram_norm_sq(dy, x)
-    exact = (dy.double().T @ x.double()).square().sum().item()
-    assert got.item() == pytest.approx(exact, rel=NORM_RTOL)
-    assert torch.equal(got, wgrad_norm.gram_norm_sq(dy, x))
-
-
-def test_parts_fill_the_card_and_bound_the_work_space():
-    for tokens in (33, 512, 1024):
-        block_t, block_f = plan.gram_tile(tokens, BF16)
-        pairs = (-(-tokens // block_t)) * (-(-tokens // block_t) + 1) // 2
-        features = plan.gram_part(pairs, 18432, block_f)
-        parts = -(-14336 // features) + -(-4096 // features)
-        assert features % block_f == 0 and parts * pairs <= plan.GRAM_PROGRAMS + 2 * pairs
-    assert plan.gram_part(528, 18432, 128) >= 18432  # 2048 tokens: tiles enough, in one piece
 
 
 @pytest.mark.parametrize("key", [0, 1, KEY, 2**32 - 1])
@@ -174,12 +141,13 @@ def test_centred_gram_does_not_cancel(dtype, noise):
     dy = torch.randn(24, 48)
     dy = (dy - dy.mean(0)).to(DEVICE, dtype)
     exact = (dy.double().T @ x.double()).square().sum().item()
-    assert wgrad_norm.centred_gram_norm_sq(dy, x).item() == pytest.approx(exact, rel=GRAD_NORM)
+    assert wgrad_gram.centred_gram_norm_sq(dy, x).item() == pytest.approx(exact, rel=GRAD_NORM)
     if dtype == F32:
-        assert wgrad_norm.gram_norm_sq(dy, x).item() != pytest.approx(exact, rel=GRAD_NORM)
+        plain = ((dy @ dy.T) * (x @ x.T)).sum().item()
+        assert plain != pytest.approx(exact, rel=GRAD_NORM)
 
 
 def test_centred_gram_of_ordinary_inputs():
     x, dy = torch.randn(40, 96).to(DEVICE, BF16), torch.randn(40, 32).to(DEVICE, BF16)
     exact = (dy.double().T @ x.double()).square().sum().item()
-    assert wgrad_norm.centred_gram_norm_sq(dy, x).item() == pytest.approx(exact, rel=GRAD_NORM)
+    assert wgrad_gram.centred_gram_norm_sq(dy, x).item() == pytest.approx(exact, rel=GRAD_NORM)

@@ -19,9 +19,11 @@ import torch
 from ..quantized import BLOCK, Moment, QuantizedMoment, rows_and_columns
 from ..scalars import StepScalars
 from .elementwise import launch_dense_update
+from .norm_plan import gram_is_cheaper
 from .rules import rule_arguments
 from .tiles import INTERPRET
-from .wgrad_norm import centred_gram_norm_sq, gemm_norm_sq, gram_is_cheaper
+from .wgrad_gram import centred_gram_norm_sq
+from .wgrad_norm import gemm_norm_sq
 from .wgrad_update import launch_wgrad_update
 
 __all__ = ["Segment", "available", "dense_update_", "wgrad_norm_sq", "wgrad_update_"]
@@ -148,7 +150,9 @@ def wgrad_norm_sq(segments: Sequence[Segment]) -> torch.Tensor:
 
 def _on(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 def _merge(segments: Sequence[Segment], N: int, K: int, like: torch.Tensor) -> Segment:

@@ -24,7 +24,7 @@ import triton
 
 from .tiles import INTERPRET
 
-__all__ = ["Tile", "gram_is_cheaper", "gram_part", "gram_tile", "norm_tile", "update_tile", "uses_chunks"]
+__all__ = ["Tile", "update_tile", "uses_chunks"]
 
 
 class Tile(NamedTuple):
@@ -55,7 +55,6 @@ HOPPER_PAIR = Tile(128, 128, 64, num_warps=8, num_stages=3, max_registers=128)
 HOPPER_WIDE = Tile(128, 256, 32, num_warps=16, num_stages=5)
 # fp32 weights or moments take twice the registers, and half the columns are as many bytes.
 HOPPER_WIDE_FP32 = HOPPER_WIDE._replace(parts=8)
-HOPPER_NORM = Tile(128, 256, 64, num_warps=8, num_stages=3)
 
 #: Below, the epilogue takes longer than the main loop.
 PAIR_TOKENS = 1024
@@ -64,11 +63,6 @@ ENOUGH_PROGRAMS = 66
 #: fp32 operands go to the vendor's GEMM in chunks from this many tokens and products on: 384x1536 at T=4096
 #: took 0.12 ms against 0.22, 4096x4096 at T=2048 1.43 against 1.51, but at T=512 0.47 against 0.40.
 CHUNK_TOKENS, CHUNK_PRODUCTS = 2048, 1 << 26
-#: Features from which the Gram form is worth its latency: at T=512, 18432 took 0.05 ms against 0.10 for the
-#: GEMM, and 8192 took 0.042 against 0.036.
-GRAM_FEATURES = 16384
-#: Programs that the Gram kernels split their features for.
-GRAM_PROGRAMS = 512
 
 
 def update_tile(T: int, N: int, K: int, operand: torch.dtype, state_bytes: int, device: torch.device) -> Tile:
@@ -97,35 +91,6 @@ def _tf32_is_allowed() -> bool:
     matmul = torch.backends.cuda.matmul
     # The older setting may not be read once the newer one (torch 2.9) was written.
     return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
-
-
-def norm_tile(N: int, K: int, operand: torch.dtype, device: torch.device) -> Tile:
-    """Tile of the norm's GEMM."""
-    if operand == torch.float32:
-        return FP32
-    return HOPPER_NORM if _is_hopper(device) and HOPPER_NORM.programs(N, K) >= ENOUGH_PROGRAMS else GENERIC
-
-
-def gram_is_cheaper(tokens: int, out_features: int, in_features: int) -> bool:
-    """Whether the Gram form is faster than the GEMM, whose FLOP/s it reaches about half of."""
-    features = out_features + in_features
-    return features >= GRAM_FEATURES and 2 * tokens * features < 2 * out_features * in_features
-
-
-def gram_tile(tokens: int, operand: torch.dtype) -> tuple[int, int]:
-    """Token and feature block of the Gram kernels."""
-    block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    return block_t, 32 if operand == torch.float32 else 64 if tokens <= 1024 else 128
-
-
-def gram_part(pairs: int, features: int, block_f: int) -> int:
-    """Features per program of the Gram kernels, where `pairs` tiles are too few to fill a card.
-
-    At T=512 there are 36 tiles, which took 0.079 ms at 18432 features in one piece and 0.050 in parts. The
-    work space of the parts is about GRAM_PROGRAMS tiles, 8 MiB.
-    """
-    parts = max(1, GRAM_PROGRAMS // max(pairs, 1))
-    return triton.cdiv(triton.cdiv(features, parts), 4 * block_f) * 4 * block_f
 
 
 def _is_hopper(device: torch.device) -> bool:
