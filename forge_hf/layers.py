@@ -176,7 +176,7 @@ def deliver(
 class Swapped(nn.Module):
     """A layer whose weight gradient goes to a receiver; mixed into the stock layer's class."""
 
-    weight: nn.Parameter
+    weight: Tensor
 
     def _open_forward(self) -> Receiver | None:
         """Count this use of the weight; returns the receiver where the layer must run its own function."""
