@@ -10,6 +10,9 @@ explains when the layer behaves as nn.Embedding does; so it does with `max_norm`
 
 from __future__ import annotations
 
+import dis
+import itertools
+from types import CodeType
 from typing import Any
 
 import torch
@@ -85,15 +88,20 @@ def why_not_plain(module: nn.Embedding) -> str | None:
 def reads_through_super(cls: type[nn.Embedding]) -> bool:
     """Whether a subclass with a forward of its own reads its rows by `super().forward(...)` and no other way.
 
-    Scaled word embeddings (BART, Gemma) and positions with an offset (OPT) do; swapped, they stay before
-    `ForgeEmbedding` in the order of classes.
+    Scaled word embeddings (Gemma) and positions with an offset (BART, OPT) do; swapped, they stay before
+    `ForgeEmbedding` in the order of classes. Asking the weight for its dtype or device is no reading.
     """
-    for parent in cls.__mro__[: cls.__mro__.index(nn.Embedding)]:
-        if "forward" in parent.__dict__:
-            code = getattr(parent.__dict__["forward"], "__code__", None)
-            if code is None or "super" not in code.co_names or "weight" in code.co_names:
-                return False
-    return True
+    parents = cls.__mro__[: cls.__mro__.index(nn.Embedding)]
+    forwards = [parent.__dict__["forward"] for parent in parents if "forward" in parent.__dict__]
+    return all(_calls_super(getattr(forward, "__code__", None)) for forward in forwards)
+
+
+def _calls_super(code: CodeType | None) -> bool:
+    if code is None or "super" not in code.co_names:
+        return False
+    names = [instruction.argval for instruction in dis.get_instructions(code)]
+    reads = [after for name, after in itertools.pairwise(names) if name == "weight"]
+    return all(after in ("dtype", "device") for after in reads)
 
 
 register_swap(nn.Embedding, ForgeEmbedding)
