@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .embedding import RowSums, load_rows
 from .plan import gram_is_cheaper, gram_part, gram_tile, norm_tile
 from .tiles import GROUP_N, INTERPRET, LAUNCH_OPTIONS, accumulate_tile, dot, tile_order
 
@@ -21,7 +22,7 @@ __all__ = ["centred_gram_norm_sq", "gemm_norm_sq", "gram_is_cheaper", "gram_norm
 
 @triton.jit(do_not_specialize=["T"])
 def _gemm_norm_kernel(
-    dy_ptr, x_ptr, partial_ptr, T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
+    dy_ptr, x_ptr, partial_ptr, head_ptr, sums_ptr, T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
     EVEN: tl.constexpr, EVEN_T: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -33,18 +34,23 @@ def _gemm_norm_kernel(
         T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
         EVEN, EVEN_T, BLOCK_N, BLOCK_K, BLOCK_T, INTERPRET,
     )  # fmt: skip
+    if head_ptr is not None:
+        n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc += load_rows(head_ptr, sums_ptr, n, pid_k * BLOCK_K + tl.arange(0, BLOCK_K), N, K)
     tl.store(partial_ptr + pid, tl.sum(acc * acc))
 
 
-def gemm_norm_sq(dy_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
-    """||dy^T x||_F^2 by the GEMM with a reduction for an epilogue (0-d fp32)."""
+def gemm_norm_sq(dy_TN: torch.Tensor, x_TK: torch.Tensor, rows: RowSums | None = None) -> torch.Tensor:
+    """||dy^T x + rows||_F^2 by the GEMM with a reduction for an epilogue (0-d fp32)."""
     (T, N), K = dy_TN.shape, x_TK.shape[1]
     tile = norm_tile(N, K, dy_TN.dtype, dy_TN.device)
     programs = tile.programs(N, K)
     partials = torch.empty(programs, dtype=torch.float32, device=dy_TN.device)
     if programs:
         _gemm_norm_kernel[(programs,)](
-            dy_TN, x_TK, partials, T, N, K, dy_TN.stride(0), dy_TN.stride(1), x_TK.stride(0), x_TK.stride(1),
+            dy_TN, x_TK, partials,
+            None if rows is None else rows.head_of, None if rows is None else rows.sums,
+            T, N, K, dy_TN.stride(0), dy_TN.stride(1), x_TK.stride(0), x_TK.stride(1),
             EVEN=N % tile.block_n == 0 and K % tile.block_k == 0, EVEN_T=T % tile.block_t == 0,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, BLOCK_T=tile.block_t, GROUP=GROUP_N,
             INTERPRET=INTERPRET, num_warps=tile.num_warps, num_stages=tile.num_stages, **LAUNCH_OPTIONS,

@@ -2,6 +2,7 @@
 
     G = dy^T x;   norm_sq = sum G^2;   w, moments = rule(w, coefficient * G, moments)
 
+A weight that is an embedding's too gets its row sums (`embedding.py`) added to G.
 Shapes: dy (T, N), x (T, K), weight and moments (N, K). Source: FORGE, arXiv 2606.22932, section 3.
 """
 
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..scalars import StepScalars
+from .embedding import RowSums, load_rows
 from .plan import update_tile, uses_chunks
 from .rounding import hash_seed, lane_seed
 from .rules import load_state, rule_arguments, update_elements
@@ -42,7 +44,7 @@ def _half_rows(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LOWER: tl.conste
 
 @triton.jit(do_not_specialize=["T", "rng_key"])
 def _wgrad_update_kernel(
-    dy_ptr, x_ptr, w_ptr, m_ptr, v_ptr, coefficient_ptr, norm_ptr,
+    dy_ptr, x_ptr, w_ptr, m_ptr, v_ptr, coefficient_ptr, norm_ptr, head_ptr, sums_ptr,
     T, N, K, stride_dt, stride_dn, stride_xt, stride_xk, rng_key,
     step_size, decay, beta1, beta1_rest, beta2, beta2_rest, denom_scale, eps,
     RULE: tl.constexpr, NESTEROV: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -57,8 +59,10 @@ def _wgrad_update_kernel(
         T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
         EVEN, EVEN_T, BLOCK_N, BLOCK_K, BLOCK_T, INTERPRET,
     )  # fmt: skip
+    norm_sq = 0.0
     if norm_ptr is not None:
-        tl.store(norm_ptr + pid, tl.sum(acc * acc))
+        if head_ptr is None:
+            tl.store(norm_ptr + pid, tl.sum(acc * acc))
     # A part at a time: gradient, weight and moments of a whole tile exceed the registers. Rows are split
     # first: short pieces of a row waste memory bandwidth, and 16 columns at a time took thrice as long as 64.
     # Asking for weight and moments earlier, into registers or by prefetch into the L2 cache, was slower.
@@ -85,12 +89,19 @@ def _wgrad_update_kernel(
             else:
                 mask = (n < N)[:, None] & (pid_k * BLOCK_K + lane < K)[None, :]
                 seed = hash_seed(offset, rng_key)
+            if head_ptr is not None:
+                g += load_rows(head_ptr, sums_ptr, n, pid_k * BLOCK_K + lane, N, K)
+                if norm_ptr is not None:
+                    norm_sq += tl.sum(g * g)
             w, m, v = load_state(w_ptr, m_ptr, v_ptr, offset, mask)
             update_elements(
                 g, w, m, v, w_ptr, m_ptr, v_ptr, coefficient_ptr, offset, mask, seed,
                 step_size, decay, beta1, beta1_rest, beta2, beta2_rest, denom_scale, eps,
                 RULE, NESTEROV, STOCHASTIC, INTERPRET,
             )  # fmt: skip
+    if norm_ptr is not None:
+        if head_ptr is not None:
+            tl.store(norm_ptr + pid, norm_sq)
 
 
 def launch_wgrad_update(
@@ -103,13 +114,14 @@ def launch_wgrad_update(
     coefficient: torch.Tensor | None,
     rng_key: int | None,
     want_norm_sq: bool,
+    rows: RowSums | None = None,
 ) -> torch.Tensor | None:
     """Run the kernel on checked arguments; with T = 0 the gradient is 0 and decay and momentum still act."""
     (N, K), T = weight.shape, dy_TN.shape[0]
-    rows = chunk_rows(N, K) if uses_chunks(T, N, K, dy_TN.dtype) else 0
-    if rows:
+    chunk = chunk_rows(N, K) if uses_chunks(T, N, K, dy_TN.dtype) else 0
+    if chunk:
         return launch_wgrad_chunks(
-            weight, dy_TN, x_TK, moments, rule, scalars, coefficient, rng_key, want_norm_sq, rows
+            weight, dy_TN, x_TK, moments, rule, scalars, coefficient, rng_key, want_norm_sq, chunk, rows
         )
     state_bytes = max(tensor.itemsize for tensor in (weight, *moments))
     tile = update_tile(T, N, K, dy_TN.dtype, state_bytes, weight.device)
@@ -121,6 +133,7 @@ def launch_wgrad_update(
             options["maxnreg"] = tile.max_registers
         _wgrad_update_kernel[(programs,)](
             dy_TN, x_TK, weight, norm_ptr=partials,
+            head_ptr=None if rows is None else rows.head_of, sums_ptr=None if rows is None else rows.sums,
             T=T, N=N, K=K,
             stride_dt=dy_TN.stride(0), stride_dn=dy_TN.stride(1),
             stride_xt=x_TK.stride(0), stride_xk=x_TK.stride(1),
