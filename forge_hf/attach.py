@@ -1,6 +1,6 @@
 """Which parameter takes which path: eligibility in order, class swap, detach, and the report.
 
-    pair     weight of a plain linear layer: its gradient is consumed from (dY, X)
+    pair     weight of plain linear layers and embeddings: its gradient is consumed from (dY, X), (ids, dY)
     dense    any other trainable parameter: ordinary `.grad`
     frozen   not trained by this optimizer: untouched
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import refuse
+from .embedding import reads_through_super, why_not_plain
 from .layers import receiver_of, restore_class_, stock_class, swap_class_
 from .slot import WeightSlot, live_slots, slot_of
 from .tape import Tape
@@ -25,6 +26,7 @@ from .tape import Tape
 __all__ = ["PathEntry", "attach", "check_parameter", "detach", "release"]
 
 _DDP_IGNORE = "_ddp_params_and_buffers_to_ignore"
+_PLAIN = (nn.Linear, nn.Embedding)
 
 
 @dataclass(frozen=True)
@@ -78,17 +80,21 @@ def _why_not_pair(parameter: nn.Parameter, holders: list[tuple[str, nn.Module]])
     """Reason for the dense path, or None when the pair path is exact."""
     for name, module in holders:
         cls = stock_class(type(module))
-        if not issubclass(cls, nn.Linear):
+        kind = next((stock for stock in _PLAIN if issubclass(cls, stock)), None)
+        if kind is None:
             if len(holders) > 1:
                 return f"shared with {cls.__name__} '{name}'"
             return f"parameter of {cls.__name__}"
         key = name.rpartition(".")[2]
         if key != "weight":
-            return "bias" if key == "bias" else f"not the weight that {cls.__name__} multiplies by"
+            return "bias" if key == "bias" else f"not the weight that {cls.__name__} reads"
         if hasattr(module, "parametrizations"):
             return "parametrized"
-        if cls.forward is not nn.Linear.forward or "forward" in module.__dict__:
+        if "forward" in module.__dict__ or not _forward_is_known(cls, kind):
             return f"{cls.__name__} has a forward of its own"
+        option = why_not_plain(module) if isinstance(module, nn.Embedding) else None
+        if option is not None:
+            return option
     if parameter.numel() == 0:
         return "empty"
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -96,10 +102,24 @@ def _why_not_pair(parameter: nn.Parameter, holders: list[tuple[str, nn.Module]])
     return None
 
 
+def _forward_is_known(cls: type[nn.Module], kind: type[nn.Module]) -> bool:
+    return cls.forward is kind.forward or (issubclass(cls, nn.Embedding) and reads_through_super(cls))
+
+
+def _users(modules: list[nn.Module]) -> str:
+    """Who reads a pair weight, for the report."""
+    embeddings = sum(isinstance(module, nn.Embedding) for module in modules)
+    counts = [(embeddings, "embedding"), (len(modules) - embeddings, "linear layer")]
+    words = [f"{n} {what}s" if n > 1 else f"{n} {what}" for n, what in counts if n]
+    if len(modules) == 1:
+        return words[0].removeprefix("1 ")
+    return words[0] if len(words) == 1 else f"tied: {' and '.join(words)}"
+
+
 def attach(
     model: nn.Module, parameters: Iterable[Tensor], tape: Tape
 ) -> tuple[dict[int, WeightSlot], list[PathEntry]]:
-    """Swap the linear layers of `model` whose weights are among `parameters`.
+    """Swap the linear layers and embeddings of `model` whose weights are among `parameters`.
 
     Args:
         model: The model that will be trained.
@@ -128,11 +148,9 @@ def attach(
             _release_slot(parameter, taken_over=True)
             report.append(PathEntry(name, shape, "dense", reason))
             continue
-        slots[id(parameter)] = _own(parameter, name, tape, [module for _, module in owners[id(parameter)]])
-        layers = len(owners[id(parameter)])
-        report.append(
-            PathEntry(name, shape, "pair", "linear layer" if layers == 1 else f"{layers} linear layers")
-        )
+        modules = [module for _, module in owners[id(parameter)]]
+        slots[id(parameter)] = _own(parameter, name, tape, modules)
+        report.append(PathEntry(name, shape, "pair", _users(modules)))
     if not slots:
         raise refuse("no_linear", reason=_why_nothing(report))
     _hide_from_ddp(model, slots, report)
@@ -145,7 +163,7 @@ def _own(parameter: nn.Parameter, name: str, tape: Tape, modules: list[nn.Module
         _release_slot(parameter, taken_over=True)
         slot = WeightSlot(parameter, name, tape)
     for module in modules:
-        swap_class_(module, slot)  # type: ignore[arg-type]
+        swap_class_(module, slot)
     return slot
 
 
@@ -159,7 +177,7 @@ def _why_nothing(report: list[PathEntry]) -> str:
     trained = [entry for entry in report if entry.path == "dense"]
     if not trained:
         return "every parameter is frozen or left out of the optimizer's groups"
-    return f"{len(trained)} trained parameters, none of them the weight of a plain nn.Linear"
+    return f"{len(trained)} trained parameters, none of them the weight of a plain nn.Linear or nn.Embedding"
 
 
 def _refuse_wrappers(model: nn.Module) -> None:

@@ -7,9 +7,12 @@ For Y = X W^T the gradient is G = dY^T X. Everything that anybody asks of G can 
     projection    G Q = dY^T (X Q),  P^T G = (dY P)^T X
     update        tile by tile in a fused kernel (`optim.py` does that)
 
+An embedding's gradient is the same with one-hot inputs, G = sum_t e_{ids_t} dY_t^T, and is held as (ids, dY):
+a lookup. A weight that is embedding and head at once has pairs and lookups, and one gradient.
+
 Bound: pairs cost T (N + K) elements, the dense gradient N K. As soon as the pairs of a weight would cost
 more, they are summed into one dense buffer of the dtype that autograd would have used, so memory never
-exceeds what torch needs.
+exceeds what torch needs. Lookups cost T K elements, their ids, and later their sums by row in fp32.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from torch import Tensor
 from .config import refuse
 from .dispatch import backend_for
 from .reference import accumulate_dense_, plain_math
+from .row_sums import add_row_sums_, row_sums
 
-__all__ = ["FactoredGradient", "Segment"]
+__all__ = ["FactoredGradient", "Lookup", "Segment"]
 
 
 class Segment(NamedTuple):
@@ -33,6 +37,14 @@ class Segment(NamedTuple):
     dy_TN: Tensor
     x_TK: Tensor
     versions: tuple[int, int]
+
+
+class Lookup(NamedTuple):
+    """One use of an embedding: ids (T,), -1 for tokens without a gradient, and dY (T, K) with its version."""
+
+    ids_T: Tensor
+    dy_TK: Tensor
+    version: int
 
 
 def _version(tensor: Tensor) -> int:
@@ -54,7 +66,7 @@ def _compact_bytes(tensor: Tensor) -> int:
 
 
 class FactoredGradient:
-    """Gradient of one weight: coefficient * (sum over segments of dY^T X + buffer).
+    """Gradient of one weight: coefficient * (sum of dY^T X over segments + rows of lookups + buffer).
 
     Args:
         weight: The weight (N, K); gives shape, dtype of the dense form, and device.
@@ -62,8 +74,8 @@ class FactoredGradient:
 
     Attributes:
         segments: Held pairs, oldest first.
-        buffer: Dense sum (N, K) in the weight's dtype, or None. Either `segments` or `buffer` is in use, not
-            both.
+        looked_up: Held lookups, oldest first.
+        buffer: Dense sum (N, K) in the weight's dtype, or None. Where it is in use nothing else is.
         coefficient: 0-d fp32 tensor that multiplies everything (clipping, unscaling), or None for 1.
     """
 
@@ -73,6 +85,7 @@ class FactoredGradient:
         self.device = weight.device
         self.name = name
         self.segments: list[Segment] = []
+        self.looked_up: list[Lookup] = []
         self.buffer: Tensor | None = None
         self.coefficient: Tensor | None = None
         self._weight = weight
@@ -81,7 +94,12 @@ class FactoredGradient:
     @property
     def empty(self) -> bool:
         """Whether nothing has been added."""
-        return not self.segments and self.buffer is None
+        return not self.holds_factors and self.buffer is None
+
+    @property
+    def holds_factors(self) -> bool:
+        """Whether output gradients are held, whose memory others may use too."""
+        return bool(self.segments or self.looked_up)
 
     @property
     def dense_bytes(self) -> int:
@@ -90,11 +108,7 @@ class FactoredGradient:
 
     def storages(self) -> dict[int, int]:
         """Bytes of each storage that is held, by address, so that tensors sharing one count once."""
-        tensors = (
-            [self.buffer]
-            if self.buffer is not None
-            else [t for segment in self.segments for t in segment[:2]]
-        )
+        tensors = [self.buffer] if self.buffer is not None else self._factors()
         return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
     def held_bytes(self) -> int:
@@ -124,12 +138,32 @@ class FactoredGradient:
             accumulate_dense_(self.buffer, dy_TN, x_TK)
             return
         if bounded:
-            held = [tensor for segment in self.segments for tensor in segment[:2]]
-            if sum(map(_compact_bytes, [*held, dy_TN, x_TK])) > self.dense_bytes:
+            if self._exceeds_dense(self.looked_up, dy_TN, x_TK):
                 accumulate_dense_(self._densify(), dy_TN, x_TK)
                 return
             dy_TN, x_TK = _compact(dy_TN), keep_input(x_TK)
         self.segments.append(Segment(dy_TN, x_TK, (_version(dy_TN), _version(x_TK))))
+
+    def add_lookup(self, ids_T: Tensor, dy_TK: Tensor) -> None:
+        """Add dY_t to row ids_t for every token t.
+
+        A table smaller than its tokens' gradients gets a dense buffer at once, even where the lookup is to be
+        consumed now.
+
+        Args:
+            ids_T: (T,) integers in [-1, N), -1 for a token without a gradient. Kept, so not to be written to.
+            dy_TK: (T, K), gradient of the embedding's output.
+        """
+        self._fold_coefficient()
+        self._norm_sq = None
+        lookup = Lookup(ids_T, dy_TK.detach(), 0)
+        if self.buffer is None and self._exceeds_dense([*self.looked_up, lookup]):
+            self._densify()
+        if self.buffer is not None:
+            backend_for(self._weight).accumulate_lookups_(self.buffer, [lookup[:2]])
+            return
+        dy_TK = _compact(lookup.dy_TK)
+        self.looked_up.append(Lookup(ids_T, dy_TK, _version(dy_TK)))
 
     def add_dense(self, grad: Tensor) -> None:
         """Add a gradient that exists as a tensor (N, K), such as one that autograd produced."""
@@ -144,6 +178,8 @@ class FactoredGradient:
             return
         for dy_TN, x_TK in other.pairs():
             self.add_pair(dy_TN, x_TK)
+        for ids_T, dy_TK in other.lookups():
+            self.add_lookup(ids_T, dy_TK)
 
     def scale_(self, coefficient: Tensor) -> None:
         """Multiply by a 0-d tensor on this device, without touching the pairs and without synchronising."""
@@ -169,6 +205,19 @@ class FactoredGradient:
             pairs.append((dy_TN, x_TK))
         return pairs
 
+    def lookups(self) -> list[tuple[Tensor, Tensor]]:
+        """The held (ids_T, dy_TK).
+
+        Raises:
+            ForgeRefusal: a held gradient was written to since it was handed over.
+        """
+        if not self.looked_up:
+            return []
+        for lookup in self.looked_up:
+            if _version(lookup.dy_TK) != lookup.version:
+                raise refuse("pair_modified", what="output gradient", param=self.name)
+        return [(lookup.ids_T, lookup.dy_TK) for lookup in self.looked_up]
+
     def norm_sq(self) -> Tensor:
         """||coefficient * G||_F^2 as a 0-d fp32 tensor."""
         norm_sq = self.unscaled_norm_sq()
@@ -179,8 +228,8 @@ class FactoredGradient:
         if self._norm_sq is None:
             if self.buffer is not None:
                 self._norm_sq = torch.linalg.vector_norm(self.buffer, dtype=torch.float32).square()
-            elif self.segments:
-                self._norm_sq = backend_for(self._weight).wgrad_norm_sq(self.pairs())
+            elif self.holds_factors:
+                self._norm_sq = backend_for(self._weight).wgrad_norm_sq(self.pairs(), self.lookups())
             else:
                 self._norm_sq = torch.zeros((), dtype=torch.float32, device=self.device)
         return self._norm_sq
@@ -193,6 +242,8 @@ class FactoredGradient:
             result.copy_(self.buffer)
         for dy_TN, x_TK in self.pairs():
             accumulate_dense_(result, dy_TN, x_TK)
+        if self.looked_up:
+            backend_for(self._weight).accumulate_lookups_(result, self.lookups())
         return result if self.coefficient is None else result.mul_(self.coefficient)
 
     @plain_math
@@ -205,6 +256,8 @@ class FactoredGradient:
             result = torch.zeros(self.shape[0], basis.shape[1], dtype=torch.float32, device=self.device)
             for dy_TN, x_TK in self.pairs():
                 result.addmm_(dy_TN.float().t(), x_TK.float() @ basis)
+            looked_up = [row_sums(ids_T, dy_TK.float() @ basis) for ids_T, dy_TK in self.lookups()]
+            add_row_sums_(result, looked_up, 0)
         return result if self.coefficient is None else result.mul_(self.coefficient)
 
     @plain_math
@@ -217,17 +270,41 @@ class FactoredGradient:
             result = torch.zeros(basis.shape[1], self.shape[1], dtype=torch.float32, device=self.device)
             for dy_TN, x_TK in self.pairs():
                 result.addmm_((dy_TN.float() @ basis).t(), x_TK.float())
+            for ids_T, dy_TK in self.lookups():
+                rows, sums = row_sums(ids_T, dy_TK)
+                result.addmm_(basis[rows].t(), sums)
         return result if self.coefficient is None else result.mul_(self.coefficient)
 
     def _densify(self) -> Tensor:
-        """Sum the pairs into the dense buffer, one after the other, freeing each."""
+        """Sum pairs and lookups into the dense buffer, one after the other, freeing each."""
         if self.buffer is None:
-            pairs = self.pairs()
+            pairs, lookups = self.pairs(), self.lookups()
             self.buffer = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             self.segments.clear()
+            self.looked_up.clear()
             while pairs:
                 accumulate_dense_(self.buffer, *pairs.pop(0))
+            while lookups:
+                backend_for(self._weight).accumulate_lookups_(self.buffer, [lookups.pop(0)])
         return self.buffer
+
+    def _factors(self) -> list[Tensor]:
+        tensors = [tensor for segment in self.segments for tensor in segment[:2]]
+        return tensors + [tensor for lookup in self.looked_up for tensor in lookup[:2]]
+
+    def _exceeds_dense(self, lookups: list[Lookup], *more: Tensor) -> bool:
+        """Whether holding what is held, `lookups` and `more` takes more memory than the dense gradient.
+
+        The use of lookups counts as well: their sums by row in fp32, and one dY where there are several.
+        """
+        held = [tensor for segment in self.segments for tensor in segment[:2]]
+        held += [tensor for lookup in lookups for tensor in lookup[:2]]
+        cost = sum(map(_compact_bytes, [*held, *more]))
+        if not lookups:
+            return cost > self.dense_bytes
+        cost += sum(4 * lookup.dy_TK.numel() for lookup in lookups)
+        cost += sum(lookup.dy_TK.nbytes for lookup in lookups) if len(lookups) > 1 else 0
+        return cost > self.dense_bytes
 
     def _fold_coefficient(self) -> None:
         """Apply the coefficient before more is added, since it belongs to what was there."""

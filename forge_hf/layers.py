@@ -1,5 +1,7 @@
 """Linear layers that hand their weight gradient's factors to a receiver instead of building it.
 
+What every swapped layer shares is here too; `embedding.py` holds the other kind.
+
     forward    Y = X W^T + b                        as nn.Linear
     backward   dX = dY W  (first, from the old W);  receiver.receive(dY, X);  db = sum_t dY;  no dW
 
@@ -12,6 +14,7 @@ the layer behaves as nn.Linear does.
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +26,11 @@ from .config import refuse
 __all__ = [
     "ForgeLinear",
     "Receiver",
+    "Swapped",
+    "deliver",
     "in_backward",
     "receiver_of",
+    "register_swap",
     "restore_class_",
     "stock_class",
     "swap_class_",
@@ -60,6 +66,9 @@ class Receiver(Protocol):
 
     def receive(self, dy_TN: Tensor, x_TK: Tensor, borrowed: bool) -> None:
         """Take the pair; the weight may be updated now. `borrowed`: x belongs to the caller of the model."""
+
+    def receive_lookup(self, ids_T: Tensor, dy_TK: Tensor) -> None:
+        """Take what an embedding's rows `ids_T` (its own copy, -1: none) are owed; as `receive` otherwise."""
 
     def receive_elsewhere(self) -> None:
         """An expected use gave its gradient to autograd instead, or has none."""
@@ -134,7 +143,14 @@ class _ForgeLinearFunction(torch.autograd.Function):
                 dx = dx.to(ctx.x_dtype)
         if needs_db:
             db = dy_TN.sum(0, dtype=torch.float32 if dy.dtype != torch.float64 else None).to(ctx.bias_dtype)
-        return dx, _hand_over(ctx, receiver, dy_TN, _flat(x)), db, None
+        x_TK = _flat(x)
+        dw = deliver(
+            ctx,
+            receiver,
+            lambda: receiver.receive(dy_TN, x_TK, ctx.borrowed),
+            lambda: (dy_TN.t() @ x_TK).to(receiver.parameter.dtype),
+        )
+        return dx, dw, db, None
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -142,8 +158,17 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _hand_over(ctx: Any, receiver: Receiver, dy_TN: Tensor, x_TK: Tensor) -> Tensor | None:
-    """Give the pair to the receiver, or return dW where autograd itself must have it."""
+def deliver(
+    ctx: Any, receiver: Receiver, give: Callable[[], None], build: Callable[[], Tensor]
+) -> Tensor | None:
+    """Give the factors to the receiver, or return dW where autograd itself must have it.
+
+    Args:
+        ctx: Of a function whose second tensor argument is the weight.
+        receiver: Who owns the weight's gradient.
+        give: Hands the factors to it.
+        build: Makes dW.
+    """
     wanted_by = _weight_gradient_goes_to(ctx)
     if wanted_by == "nobody":
         return None
@@ -154,40 +179,52 @@ def _hand_over(ctx: Any, receiver: Receiver, dy_TN: Tensor, x_TK: Tensor) -> Ten
     ):
         if wanted_by == "grad":
             receiver.receive_elsewhere()
-        return (dy_TN.t() @ x_TK).to(receiver.parameter.dtype)
-    receiver.receive(dy_TN, x_TK, ctx.borrowed)
+        return build()
+    give()
     return None
 
 
-class ForgeLinear(nn.Linear):
-    """nn.Linear whose weight gradient goes to a receiver as the pair (dY, X).
+class Swapped(nn.Module):
+    """A layer whose weight gradient goes to a receiver; mixed into the stock layer's class."""
 
-    Made by `swap_class_` from an existing layer; not meant to be constructed.
-    """
+    weight: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Y = X W^T + b for x of shape (..., K); returns (..., N)."""
-        receiver = self.__dict__.get(_RECEIVER)
-        parameters = self._parameters
-        weight = parameters.get("weight")  # another tensor, or None, when something replaced it
-        if receiver is None or x.layout is not torch.strided or not _pair_path_is_exact(receiver, weight):
-            return super().forward(x)
+    def _open_forward(self) -> Receiver | None:
+        """Count this use of the weight; returns the receiver where the layer must run its own function."""
+        receiver: Receiver | None = self.__dict__.get(_RECEIVER)
+        # Another tensor, or None, where something replaced the weight.
+        if receiver is None or not _pair_path_is_exact(receiver, self._parameters.get("weight")):
+            return None
         receiver.open_forward()
         if not torch.is_grad_enabled():
             # Reentrant checkpointing runs the forward without grad and comes back in backward.
             if self.training and not in_backward():
                 receiver.expect()
-            return super().forward(x)
+            return None
         if not in_backward():
             receiver.expect()
-        bias = parameters["bias"] if "bias" in parameters else self.bias
-        return _ForgeLinearFunction.apply(x, weight, bias, receiver)
+        return receiver
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deep-copy as the stock layer: a copy has no optimizer, and loads without forge_hf."""
         state = {key: value for key, value in self.__dict__.items() if key != _RECEIVER}
         # pickle refuses __newobj__ for a class other than the object's own.
         return (copyreg._reconstructor, (stock_class(type(self)), object, None), state)  # type: ignore[attr-defined]
+
+
+class ForgeLinear(Swapped, nn.Linear):
+    """nn.Linear whose weight gradient goes to a receiver as the pair (dY, X).
+
+    Made by `swap_class_` from an existing layer; not meant to be constructed.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Y = X W^T + b for an input X of shape (..., K); returns (..., N)."""
+        receiver = self._open_forward() if input.layout is torch.strided else None
+        if receiver is None:
+            return super().forward(input)
+        bias = self._parameters["bias"] if "bias" in self._parameters else self.bias
+        return _ForgeLinearFunction.apply(input, receiver.parameter, bias, receiver)
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -206,7 +243,17 @@ def _pair_path_is_exact(receiver: Receiver, weight: Tensor | None) -> bool:
     )
 
 
-_SWAPPED: dict[type[nn.Module], type[ForgeLinear]] = {nn.Linear: ForgeLinear}
+# Stock class -> the class that stands in for it; subclasses are added when they are first seen.
+_SWAPPED: dict[type[nn.Module], type[nn.Module]] = {}
+_KINDS: dict[type[nn.Module], type[Swapped]] = {}
+
+
+def register_swap(stock: type[nn.Module], swapped: type[Swapped]) -> None:
+    """Let `swap_class_` turn `stock` and its subclasses into `swapped`, a subclass of `stock`."""
+    _SWAPPED[stock] = _KINDS[stock] = swapped
+
+
+register_swap(nn.Linear, ForgeLinear)
 
 
 def stock_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -217,13 +264,14 @@ def stock_class(cls: type[nn.Module]) -> type[nn.Module]:
     return cls
 
 
-def swap_class_(module: nn.Linear, receiver: Receiver) -> None:
+def swap_class_(module: nn.Module, receiver: Receiver) -> None:
     """Make `module` hand its pairs to `receiver`; a second call replaces the receiver."""
     cls = stock_class(type(module))
     if cls not in _SWAPPED:
-        _SWAPPED[cls] = type(
-            cls.__name__, (ForgeLinear, cls), {"__module__": __name__, "__doc__": cls.__doc__}
-        )
+        stock, kind = next((stock, kind) for stock, kind in _KINDS.items() if issubclass(cls, stock))
+        # A forward of its own runs first, and reaches ours where it calls super().forward().
+        bases = (kind, cls) if cls.forward is stock.forward else (cls, kind)
+        _SWAPPED[cls] = type(cls.__name__, bases, {"__module__": __name__, "__doc__": cls.__doc__})
     module.__class__ = _SWAPPED[cls]
     module.__dict__[_RECEIVER] = receiver
 

@@ -4,6 +4,8 @@
     dense_update_   W, moments <- rule(W, moments, c * G)
     wgrad_norm_sq   || sum_s dY_s^T X_s ||_F^2
 
+The gradient of an embedding comes as lookups (ids, dY), which add dY_t to row ids_t; a tied weight has both.
+
 Legend: T tokens, N out features, K in features; dy_TN is (T, N), x_TK is (T, K), w_NK is (N, K). Everything
 is computed in fp32 whatever the storage. Work goes in chunks of rows, so that no N x K gradient exists at any
 time.
@@ -20,10 +22,12 @@ from torch import Tensor
 
 from .quantized import Moment, QuantizedMoment, dequantize, quantize_, uniform_of
 from .rounding import join_low_bits, next_bits, random_bits, split_low_bits_, store_
+from .row_sums import Lookup, RowSums, add_row_sums_, row_sums
 from .scalars import StepScalars
 
 __all__ = [
     "accumulate_dense_",
+    "accumulate_lookups_",
     "dense_update_",
     "plain_math",
     "wgrad_norm_sq",
@@ -39,12 +43,13 @@ Segment = tuple[Tensor, Tensor]
 def plain_math(function: Callable[..., Any]) -> Callable[..., Any]:
     """Run `function` without grad and outside autocast, whose matmuls would round to 16 bits.
 
-    The device is that of the first argument: a tensor, an object with a `device`, or a list of segments.
+    The device is that of the first argument: a tensor, an object with a `device`, or a list of segments; of
+    the second where that list is empty.
     """
 
     @functools.wraps(function)
     def wrapper(first: Any, *args: Any, **kwargs: Any) -> Any:
-        device = first.device if hasattr(first, "device") else first[0][0].device
+        device = first.device if hasattr(first, "device") else (first or args[0])[0][0].device
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             return function(first, *args, **kwargs)
 
@@ -142,15 +147,20 @@ def _row_chunks(shape: torch.Size) -> list[slice]:
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-def _gradient_rows(segments: Sequence[Segment], rows: slice, columns: int) -> Tensor:
-    """Rows of G in fp32: (sum_s dY_s^T X_s)[rows], shape (rows, K)."""
+def _gradient_rows(
+    segments: Sequence[Segment], looked_up: Sequence[RowSums], rows: slice, columns: int
+) -> Tensor:
+    """Rows of G in fp32: (sum_s dY_s^T X_s + row sums)[rows], shape (rows, K)."""
     total: Tensor | None = None
     for dy_TN, x_TK in segments:
         part = dy_TN[:, rows].float().t() @ x_TK
         total = part if total is None else total.add_(part)
     if total is None:
-        raise ValueError("a gradient needs at least one segment")
+        if not looked_up:
+            raise ValueError("a gradient needs at least one segment or lookup")
+        total = looked_up[0][1].new_zeros(rows.stop - rows.start, columns)
     assert total.shape[1] == columns
+    add_row_sums_(total, looked_up, rows.start)
     return total
 
 
@@ -166,6 +176,7 @@ def wgrad_update_(
     rng_key: int | None = None,
     low: Tensor | None = None,
     want_norm_sq: bool = False,
+    lookups: Sequence[Lookup] = (),
 ) -> Tensor | None:
     """Update a weight from its gradient's factors: W, moments <- rule(W, moments, c * sum_s dY_s^T X_s).
 
@@ -180,15 +191,17 @@ def wgrad_update_(
         rng_key: Key of stochastic rounding of 8- and 16-bit storage, or None to round to nearest.
         low: Low bits of a bf16 weight (see `split_low_bits_`), updated in place, or None.
         want_norm_sq: Also return the squared Frobenius norm of the gradient, before the coefficient.
+        lookups: (ids_T, dy_TK) with integers in [-1, N): dY_t is added to row ids_t, to none for -1.
 
     Returns:
         0-d fp32 tensor, or None.
     """
     columns = weight.shape[1]
     inputs = [(dy_TN, x_TK.float()) for dy_TN, x_TK in segments]
+    looked_up = [row_sums(*lookup) for lookup in lookups]
     norm_sq = torch.zeros((), dtype=torch.float32, device=weight.device) if want_norm_sq else None
     for rows in _row_chunks(weight.shape):
-        grad = _gradient_rows(inputs, rows, columns)
+        grad = _gradient_rows(inputs, looked_up, rows, columns)
         if norm_sq is not None:
             norm_sq += grad.square().sum()
         if coefficient is not None:
@@ -226,27 +239,39 @@ def dense_update_(
 
 
 @plain_math
-def wgrad_norm_sq(segments: Sequence[Segment]) -> Tensor:
+def wgrad_norm_sq(segments: Sequence[Segment], lookups: Sequence[Lookup] = ()) -> Tensor:
     """|| sum_s dY_s^T X_s ||_F^2 without the matrix, by whichever of two ways costs fewer operations.
 
     GEMM and reduce: 2 T N K. Gram: sum of (X X^T) o (dY dY^T), T^2 (N + K) when symmetry is used.
 
     Args:
-        segments: As in `wgrad_update_`, at least one.
+        segments: As in `wgrad_update_`.
+        lookups: As there. Either may be empty, not both.
 
     Returns:
         0-d fp32 tensor on the segments' device, never negative.
     """
+    device = (segments or lookups)[0][0].device
+    looked_up = [row_sums(*lookup) for lookup in lookups]
+    if not segments:
+        return _norm_sq_of_rows(looked_up)
     out_features, in_features = segments[0][0].shape[1], segments[0][1].shape[1]
     tokens = sum(dy_TN.shape[0] for dy_TN, _ in segments)
-    if tokens * (out_features + in_features) < 2 * out_features * in_features:
+    if not lookups and tokens * (out_features + in_features) < 2 * out_features * in_features:
         return _norm_sq_gram(segments)
     shape = torch.Size((out_features, in_features))
     inputs = [(dy_TN, x_TK.float()) for dy_TN, x_TK in segments]
-    total = torch.zeros((), dtype=torch.float32, device=segments[0][0].device)
+    total = torch.zeros((), dtype=torch.float32, device=device)
     for rows in _row_chunks(shape):
-        total += _gradient_rows(inputs, rows, in_features).square_().sum()
+        total += _gradient_rows(inputs, looked_up, rows, in_features).square_().sum()
     return total
+
+
+def _norm_sq_of_rows(looked_up: Sequence[RowSums]) -> Tensor:
+    if len(looked_up) == 1:
+        return looked_up[0][1].square().sum()
+    rows, sums = (torch.cat(parts) for parts in zip(*looked_up, strict=True))
+    return row_sums(rows, sums)[1].square_().sum()
 
 
 def _norm_sq_gram(segments: Sequence[Segment]) -> Tensor:
@@ -286,6 +311,21 @@ def accumulate_dense_(buffer: Tensor, dy_TN: Tensor, x_TK: Tensor) -> None:
         else:
             part = dy_rows.t().float() @ x_TK.float()
         buffer[rows] += part
+
+
+@plain_math
+def accumulate_lookups_(buffer: Tensor, lookups: Sequence[Lookup]) -> None:
+    """buffer[ids_t] += dY_t with fp32 sums per row, some columns at a time.
+
+    Args:
+        buffer: (N, K) in the dtype that autograd would have given the gradient.
+        lookups: As in `wgrad_update_`.
+    """
+    for ids_T, dy_TK in lookups:
+        step = max(1, CHUNK_ELEMENTS // max(1, ids_T.shape[0]))
+        for first in range(0, buffer.shape[1], step):
+            columns = slice(first, first + step)
+            add_row_sums_(buffer[:, columns], [row_sums(ids_T, dy_TK[:, columns])], 0)
 
 
 # torch.mm(..., out_dtype=) keeps cuBLAS' fp32 accumulator; it came with torch 2.8.

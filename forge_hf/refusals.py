@@ -14,8 +14,8 @@ class ForgeRefusal(RuntimeError):
 #: One sentence per thing that cannot be done exactly. Keys are stable: tests and docs refer to them.
 REFUSALS: dict[str, str] = {
     "no_linear": (
-        "forge_hf found no trainable linear layer to optimize ({reason}), so it would save nothing. Fix: "
-        "unfreeze at least one nn.Linear weight, or use optim='adamw_torch'."
+        "forge_hf found no trainable linear layer or embedding to optimize ({reason}), so it would save "
+        "nothing. Fix: unfreeze at least one nn.Linear or nn.Embedding weight, or use optim='adamw_torch'."
     ),
     "no_model": (
         "{name} needs the model whose weight gradients it consumes. Fix: pass the model itself, "

@@ -8,7 +8,7 @@ until `step()`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -105,6 +105,14 @@ class WeightSlot:
         After a step the pair is dropped: its sum with the gradient that the step used up is lost, and only
         matters if somebody asks for it before `zero_grad()` (a GAN's other network does not).
         """
+        keep = {"keep_input": self.tape.own_copy} if borrowed else {}
+        self._receive(dy_TN, lambda gradient, last: gradient.add_pair(dy_TN, x_TK, bounded=not last, **keep))
+
+    def receive_lookup(self, ids_T: Tensor, dy_TK: Tensor) -> None:
+        """Add an embedding's (ids, dY); the rest as in `receive`."""
+        self._receive(dy_TK, lambda gradient, last: gradient.add_lookup(ids_T, dy_TK))
+
+    def _receive(self, dy: Tensor, add: Callable[[FactoredGradient, bool], None]) -> None:
         self._expected -= 1
         if self.stale:
             self.spoiled = True
@@ -112,12 +120,11 @@ class WeightSlot:
         complete = self._expected == 0 and self.tape.consumes_now()
         if self.gradient is None:
             self.gradient = FactoredGradient(self.parameter, self.name)
-        keep = {"keep_input": self.tape.own_copy} if borrowed else {}
-        self.gradient.add_pair(dy_TN, x_TK, bounded=not complete, **keep)
+        add(self.gradient, complete)
         if complete:
             self.tape.consume(self)
-        elif self.gradient.segments:
-            self.tape.note_held(dy_TN)
+        elif self.gradient.holds_factors:
+            self.tape.note_held(dy)
 
     def receive_elsewhere(self) -> None:
         """An expected use delivered its gradient through autograd, or had none."""
@@ -136,6 +143,7 @@ class WeightSlot:
             raise refuse("late_gradient", param=self.name)
         if self.gradient is not None:
             self.gradient.pairs()
+            self.gradient.lookups()
 
     def take(self) -> FactoredGradient | None:
         """Hand out what is pending, including a gradient that autograd put into `.grad`, and forget it."""

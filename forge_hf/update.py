@@ -67,7 +67,7 @@ def apply_(
         backend.dense_update_(weight, gradient.buffer, coefficient=gradient.coefficient, **arguments)
     else:
         arguments |= {"coefficient": gradient.coefficient, "want_norm_sq": want_norm_sq}
-        norm_sq = backend.wgrad_update_(weight, gradient.pairs(), **arguments)
+        norm_sq = backend.wgrad_update_(weight, gradient.pairs(), lookups=gradient.lookups(), **arguments)
     # A kernel's store does not move the version counter; another graph node that saved W must notice.
     torch.autograd.graph.increment_version(parameter)
     state["step"].fill_(step)

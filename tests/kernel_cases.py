@@ -42,7 +42,8 @@ SHAPES = [(1, 3, 33), (1, 1, 1), (65, 130, 33), (5, 70, 0), (64, 128, 64)]
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Temporaries start as NaN, so that an element that no program wrote shows."""
+    """Temporaries start as NaN, so that an element that no program wrote shows; plans are made anew."""
+    monkeypatch.setattr(launch, "_KNOWN", {})
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
 

@@ -24,9 +24,17 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from forge_hf.kernels import elementwise, norm_plan, plan, rules, tiles, wgrad_gram, wgrad_norm, wgrad_update  # noqa: E402
-from forge_hf.quantized import QuantizedMoment  # noqa: E402
-from forge_hf.scalars import StepScalars  # noqa: E402
+from forge_hf.kernels import (  # noqa: E402
+    elementwise,
+    embedding,
+    norm_plan,
+    plan,
+    rules,
+    tiles,
+    wgrad_gram,
+    wgrad_norm,
+    wgrad_update,
+)
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -35,6 +43,9 @@ GRAM_COUNTS = ("blocks_n", "blocks_all", "parts_n", "parts")
 UNSPECIALIZED = ("T", "rng_key", "first_block", "count", *GRAM_COUNTS)
 # Triton 3.9 writes PTX for the newer of the two.
 PTXAS = next((BIN / name for name in ("ptxas-blackwell", "ptxas") if (BIN / name).exists()), None)
+
+
+ROW_SUMS = {"head_ptr": "*i32", "sums_ptr": "*fp32"}
 
 
 def report(label: str, kernel: Any, arguments: dict[str, Any], tile: plan.Tile = plan.GENERIC) -> None:
@@ -81,19 +92,15 @@ def update_arguments(
     rule: str, weight: torch.dtype, moment: torch.dtype | None, stochastic: bool, coefficient: bool
 ) -> dict[str, Any]:
     """What `rules.rule_arguments` passes, with types for run-time values."""
-    kinds: tuple[Any, ...] = ()
-    if moment == torch.int8:
-        kinds = (QuantizedMoment("*i8", "*u8"), QuantizedMoment("*u8", "*u8"))
-    elif moment is not None:
-        kinds = (f"*{TYPES[moment]}",) * 2
-    arguments = rules.rule_arguments(
-        rule,
-        StepScalars(lr=1.0),
-        "*fp32" if coefficient else None,
-        7 if stochastic else None,
-        kinds if rule == "adamw" else kinds[:1],
-    )
-    return {**arguments, "w_ptr": f"*{TYPES[weight]}", "numbers_ptr": "*fp32", "rng_key": "i32"}
+    arguments: dict[str, Any] = dict.fromkeys(rules.POINTERS)
+    names = ("m_ptr", "v_ptr") if rule == "adamw" else ("m_ptr",)
+    for name in names if moment is not None else ():
+        arguments[name] = f"*{TYPES.get(moment, 'u8' if name == 'v_ptr' else 'i8')}"
+        if moment == torch.int8:
+            arguments[name.replace("_ptr", "_scale_ptr")] = "*u8"
+    constants = dict(zip(rules.CONSTANTS, (rule, False, stochastic), strict=True))
+    arguments |= {"coefficient_ptr": "*fp32" if coefficient else None, "numbers_ptr": "*fp32"}
+    return {**arguments, **constants, "w_ptr": f"*{TYPES[weight]}", "rng_key": "i32", "INTERPRET": False}
 
 
 def pair_arguments(operand: torch.dtype, even: bool, tile: plan.Tile) -> dict[str, Any]:
@@ -108,6 +115,7 @@ def pair_arguments(operand: torch.dtype, even: bool, tile: plan.Tile) -> dict[st
     }
     pointers = {"dy_ptr": f"*{TYPES[operand]}", "x_ptr": f"*{TYPES[operand]}", "partial_ptr": "*fp32"}
     flags = {"stride_dn": 1, "stride_xk": 1, "EVEN": even, "EVEN_T": even, "INTERPRET": False}
+    flags |= {"head_ptr": None, "sums_ptr": None}
     return {**types, **blocks, **pointers, **flags}
 
 
@@ -117,6 +125,17 @@ def update_tiles(operand: torch.dtype, weight: torch.dtype, moment: torch.dtype 
         return [plan.FP32._replace(parts=2) if moment == torch.int8 else plan.FP32]
     narrow = weight.itemsize == 2 and (moment is None or moment.itemsize <= 2)
     return [plan.GENERIC, *((plan.HOPPER_PAIR, plan.HOPPER_WIDE) if narrow else (plan.HOPPER_WIDE_FP32,))]
+
+
+def report_embedding(operand: torch.dtype) -> None:
+    """Compile the kernels of embeddings, but for the update."""
+    types = dict.fromkeys(("T", "N", "K", "stride_t", "stride_target"), "i32")
+    pointers = {"ids_ptr": "*i32", "order_ptr": "*i64", "dy_ptr": f"*{TYPES[operand]}", "norm_ptr": "*fp32"}
+    blocks = {"PIECE": embedding.PIECE, "ROWS": embedding.ROWS, "COLUMNS": embedding.COLUMNS, "stride_k": 1}
+    arguments = {**types, **pointers, **ROW_SUMS, **blocks, "INTERPRET": False}
+    arguments["target_ptr"] = f"*{TYPES[operand]}"
+    for kernel in (embedding._piece_kernel, embedding._join_kernel, embedding._add_rows_kernel):
+        report(f"{operand}", kernel, arguments)
 
 
 def report_gram(operand: torch.dtype, tokens: int) -> None:
@@ -173,13 +192,20 @@ def main(everything: bool) -> None:
         norm = {"norm_ptr": "*fp32" if even else None}
         for tile in update_tiles(operand, weight, moment):
             arguments = {**pair_arguments(operand, even, tile), **update, **norm}
-            report(
-                f"{label} {tile.block_n}x{tile.block_k}", wgrad_update._wgrad_update_kernel, arguments, tile
-            )
+            for tied in ("", " tied") if everything or weight == moment else ("",):
+                arguments |= ROW_SUMS if tied else {}
+                report(
+                    f"{label} {tile.block_n}x{tile.block_k}{tied}",
+                    wgrad_update._wgrad_update_kernel,
+                    arguments,
+                    tile,
+                )
         if operand == f32 or not everything:
             blocks = {"columns": "i32", "first_block": "i32", "EVEN": even, "BLOCK": elementwise.BLOCK}
             dense = {**update, **norm, **blocks, "g_ptr": f"*{TYPES[operand]}"}
             report(label, elementwise._dense_update_kernel, dense)
+            table = {**update, **ROW_SUMS, "N": "i32", "K": "i32", "EVEN": even, "ROWS": 4, "COLUMNS": 256}
+            report(label, embedding._table_update_kernel, table)
     for operand in TYPES if everything else (bf16,):
         for tile in (plan.FP32,) if operand == f32 else (plan.GENERIC, norm_plan.HOPPER_NORM):
             for even in (True, False):
@@ -190,6 +216,10 @@ def main(everything: bool) -> None:
                     arguments,
                     tile,
                 )
+                report(
+                    f"{operand} {even} tied", wgrad_norm._gemm_norm_kernel, {**arguments, **ROW_SUMS}, tile
+                )
+        report_embedding(operand)
         for tokens in (1, 512, 2048) if everything else (512,):
             report_gram(operand, tokens)
 

@@ -127,15 +127,15 @@ def test_report_of_a_plain_model():
 def test_report_of_shared_weights_and_left_out_ones():
     assert paths(ForgeAdamW(build(TiedLinears)))["middle.weight"] == ("pair", "2 linear layers")
     assert paths(ForgeAdamW(build(TiedEmbedding)))["middle.weight"] == (
-        "dense",
-        "shared with Embedding 'words.weight'",
+        "pair",
+        "tied: 1 embedding and 1 linear layer",
     )
     model = build()
     partial = ForgeAdamW([model.head.weight], attach_to=model)
     assert paths(partial)["first.weight"] == ("frozen", "not in the optimizer's groups")
     assert paths(ForgeAdamW(nn.Sequential(Extra())))["0.side_weight"] == (
         "dense",
-        "not the weight that Extra multiplies by",
+        "not the weight that Extra reads",
     )
 
 

@@ -76,9 +76,12 @@ def test_model_is_missing():
 def test_nothing_to_train():
     model = build()
     model.requires_grad_(False)
-    refusal(lambda: ForgeAdamW(model), r"no trainable linear layer to optimize \(every parameter is frozen\)")
+    refusal(
+        lambda: ForgeAdamW(model),
+        r"no trainable linear layer or embedding to optimize \(every parameter is frozen\)",
+    )
     conv = nn.Sequential(nn.Conv1d(3, 3, 1), nn.LayerNorm(3))
-    refusal(lambda: ForgeAdamW(conv), r"4 trained parameters, none of them the weight of a plain nn.Linear")
+    refusal(lambda: ForgeAdamW(conv), r"4 trained parameters, none of them .* nn.Linear or nn.Embedding")
     with pytest.raises(ValueError, match="empty parameter list"):
         ForgeAdamW([], attach_to=build())
     outside = [nn.Parameter(torch.ones(2))]

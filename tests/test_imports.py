@@ -18,12 +18,12 @@ PACKAGE = Path(forge_hf.__file__).parent
 
 # Imports go from later lines to the same or earlier ones.
 LEVELS = [
-    ["refusals", "scalars"],
+    ["refusals", "scalars", "row_sums"],
     ["config", "quantized", "rounding"],
     ["kernels", "reference"],
     ["state", "rules", "dispatch", "foreign"],
     ["gradient", "layers"],
-    ["slot"],
+    ["slot", "embedding"],
     ["tape"],
     ["attach", "guards", "update", "checkpoint"],
     ["report"],

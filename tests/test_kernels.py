@@ -137,7 +137,7 @@ def agree_with_the_reference(w, pair, moments, ours, norm_sq):
 @pytest.mark.parametrize("shape", [(300, 136, 33), (128, 8, 5), (1, 64, 9)])
 def test_chunks_number_the_elements_as_the_whole_weight_does(shape, monkeypatch):
     """Several chunks, the last of them ragged; fp32 operands, as `plan.uses_chunks` sends them here."""
-    monkeypatch.setattr(wgrad_update, "uses_chunks", lambda *_: True)
+    monkeypatch.setattr(launch, "uses_chunks", lambda *_: True)
     monkeypatch.setattr(wgrad_chunks, "BUFFER_BYTES", 4 * 136 * 128)
     N, K, T = shape
     w, moments = setup("adamw", N, K, BF16, BF16)
@@ -179,7 +179,6 @@ def test_the_table_has_a_tile_for_every_card(monkeypatch):
     device = torch.device(DEVICE)
     monkeypatch.setattr(plan, "_is_hopper", lambda _: False)
     assert plan.update_tile(512, 4096, 4096, BF16, 2, device) == plan.GENERIC
-    assert plan.norm_tile(4096, 4096, BF16, device) == plan.GENERIC
     monkeypatch.setattr(plan, "_is_hopper", lambda _: True)
     assert plan.update_tile(512, 4096, 4096, F32, 4, device) == plan.FP32
     assert plan.update_tile(512, 4096, 4096, BF16, 2, device) == plan.HOPPER_PAIR
@@ -187,7 +186,8 @@ def test_the_table_has_a_tile_for_every_card(monkeypatch):
     assert plan.update_tile(512, 4096, 4096, BF16, 4, device) == plan.HOPPER_WIDE_FP32
     assert plan.update_tile(2048, 1024, 1536, BF16, 2, device) == plan.HOPPER_PAIR
     assert plan.update_tile(512, 384, 384, BF16, 2, device) == plan.GENERIC
-    assert plan.norm_tile(4096, 4096, BF16, device) == plan.HOPPER_NORM
+    assert plan.update_tile(512, 4096, 4096, BF16, 2, device, quantized=True) == plan.HOPPER_WIDE_FP32
+    assert plan.update_tile(512, 384, 384, F32, 4, device, quantized=True).parts == 2
 
 
 def test_segments_are_one_gradient():

@@ -7,7 +7,7 @@ Shapes: all tensors alike, any shape; the kernel sees them flat.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 import triton
@@ -15,21 +15,23 @@ import triton.language as tl
 
 from .. import quantized
 from .moments import block_offsets, blocks_inside, load
+from .replay import Launch, alignment
 from .rounding import hash_seed, lane_seed
-from .rules import load_state, update_elements
-from .tiles import to_fp32
+from .rules import CONSTANTS, POINTERS, RuleArguments, load_state, update_elements
+from .tiles import INTERPRET, to_fp32
 
 __all__ = ["BLOCK", "launch_dense_update", "update_span"]
 
 BLOCK = 1024
 #: Blocks of 8-bit moments in a block of this kernel.
+_M_SCALE = POINTERS.index("m_scale_ptr")
 SPAN_BLOCKS = tl.constexpr(BLOCK // quantized.BLOCK)
 
 
 @triton.jit(do_not_specialize=["first_block", "rng_key"])
 def _dense_update_kernel(
     g_ptr, w_ptr, low_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, coefficient_ptr, numbers_ptr, norm_ptr,
-    columns, first_block, rng_key,
+    rng_key, columns, first_block,
     RULE: tl.constexpr, NESTEROV: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
     BLOCK: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -72,8 +74,8 @@ def _dense_update_kernel(
     )  # fmt: skip
 
 
-def launch_dense_update(weight: torch.Tensor, grad: torch.Tensor, arguments: dict[str, Any]) -> None:
-    """Run the kernel on checked arguments (`rules.rule_arguments`); other strides are copied first."""
+def launch_dense_update(weight: torch.Tensor, grad: torch.Tensor, arguments: RuleArguments) -> None:
+    """Run the kernel on checked arguments; a gradient with other strides is copied first."""
     update_span(weight, grad.contiguous(), 0, None, arguments)
 
 
@@ -82,25 +84,40 @@ def update_span(
     grad: torch.Tensor,
     first_block: int,
     partials: torch.Tensor | None,
-    arguments: dict[str, Any],
+    arguments: RuleArguments,
 ) -> None:
     """Update the `grad.numel()` elements of the weight that begin at BLOCK * `first_block`.
 
     Args:
-        weight: The whole weight; its moments and the rule's numbers are in `arguments` (`rule_arguments`).
-            With 8-bit moments and a `first_block` above 0, its rows are whole blocks of them.
+        weight: The whole weight. With 8-bit moments and a `first_block` above 0, its rows are whole blocks of
+            them.
         grad: Contiguous.
         first_block: Where the span begins; random bits are numbered from the weight's first element.
         partials: fp32, one per BLOCK elements of the weight, takes sums of squares of `grad`; or None.
-        arguments: See `weight`.
+        arguments: Moments of the whole weight and the rest of the update.
     """
     rows, columns = 1, grad.numel()
-    if arguments["m_scale_ptr"] is not None:
+    if arguments.pointers[_M_SCALE] is not None:
         own_rows, own_columns = quantized.rows_and_columns(weight.shape)
         if own_columns % quantized.BLOCK:  # else the blocks of all rows follow each other
             rows, columns = own_rows, own_columns
-    if rows and columns:
-        _dense_update_kernel[(rows * triton.cdiv(columns, BLOCK),)](
-            grad, weight, norm_ptr=partials, columns=columns, first_block=first_block,
-            EVEN=columns % BLOCK == 0, BLOCK=BLOCK, num_warps=4, **arguments,
-        )  # fmt: skip
+    if not (rows and columns):
+        return
+    kinds = (grad.dtype, weight.dtype, partials is None, alignment(grad, weight), arguments.kinds())
+    launch = _dense_launch(rows, columns, first_block, arguments.constants, weight.device, kinds)
+    launch(grad, weight, *arguments.pointers, partials, arguments.rng_key)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense_launch(
+    rows: int,
+    columns: int,
+    first_block: int,
+    constants: tuple[str, bool, bool],
+    device: torch.device,
+    kinds: tuple[object, ...],
+) -> Launch:
+    flags = {"EVEN": columns % BLOCK == 0, "BLOCK": BLOCK, "INTERPRET": INTERPRET}
+    named = dict(zip(CONSTANTS, constants, strict=True))
+    grid = (rows * -(-columns // BLOCK),)
+    return Launch(_dense_update_kernel, grid, (columns, first_block), {**named, **flags}, num_warps=4)

@@ -1,8 +1,9 @@
-"""Entry of the Triton backend: the three functions that `forge_hf.reference` also offers, with their checks.
+"""Entry of the Triton backend: the functions that `forge_hf.reference` also offers, with their checks.
 
     wgrad_update_   w, moments = rule(w, coefficient * G, moments),   G = sum_s dy_s^T x_s in fp32
     dense_update_   the same from a dense gradient
     wgrad_norm_sq   ||G||_F^2
+    accumulate_lookups_   G += sum_t e_{ids_t} dy_t^T
 
 Every function launches on the device of its tensors, whichever device is current.
 """
@@ -19,16 +20,28 @@ import torch
 from ..quantized import BLOCK, Moment, QuantizedMoment, rows_and_columns
 from ..scalars import StepScalars
 from .elementwise import launch_dense_update
+from .embedding import accumulate_rows, launch_table_update, rows_norm_sq, sum_rows
 from .norm_plan import gram_is_cheaper
+from .plan import uses_chunks
 from .rules import rule_arguments
 from .tiles import INTERPRET
+from .wgrad_chunks import chunk_rows, launch_wgrad_chunks
 from .wgrad_gram import centred_gram_norm_sq
 from .wgrad_norm import gemm_norm_sq
-from .wgrad_update import launch_wgrad_update
+from .wgrad_update import FusedUpdate, fused_update
 
-__all__ = ["Segment", "available", "dense_update_", "wgrad_norm_sq", "wgrad_update_"]
+__all__ = [
+    "Lookup",
+    "Segment",
+    "accumulate_lookups_",
+    "available",
+    "dense_update_",
+    "wgrad_norm_sq",
+    "wgrad_update_",
+]
 
 Segment = tuple[torch.Tensor, torch.Tensor]
+Lookup = tuple[torch.Tensor, torch.Tensor]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MOMENTS = (torch.float32, torch.bfloat16)
@@ -58,6 +71,7 @@ def wgrad_update_(
     rng_key: int | None = None,
     low: torch.Tensor | None = None,
     want_norm_sq: bool = False,
+    lookups: Sequence[Lookup] = (),
 ) -> torch.Tensor | None:
     """Update `weight` (N, K) and its moments in place by the gradient of `segments`, which is never stored.
 
@@ -73,6 +87,8 @@ def wgrad_update_(
         rng_key: In [0, 2^32), rounds 16-bit weights and bf16 moments stochastically; None rounds to nearest.
         low: Low bits of a bf16 weight, like it, int8 or int16 (see `reference.py`), or None.
         want_norm_sq: Also return ||G||^2 before the coefficient.
+        lookups: (ids (T,), dy (T, K)) with integers in [-1, N): dy_t is added to row ids_t, to none for -1.
+            Several are concatenated as segments are; their sums take T K fp32 elements for the call.
 
     Returns:
         0-d fp32 tensor, or None.
@@ -80,13 +96,95 @@ def wgrad_update_(
     Raises:
         ValueError: shapes, dtypes, strides or devices do not fit.
     """
-    _check_update(weight, moments, rule, coefficient, rng_key, low)
-    if weight.ndim != 2:
-        raise ValueError(f"weight must be 2-D (N, K), got shape {tuple(weight.shape)}")
-    dy_TN, x_TK = _merge(segments, weight.shape[0], weight.shape[1], weight)
     with _on(weight):
+        if len(segments) == 1 and not lookups:
+            known = _known_update(weight, segments[0], moments, rule, scalars, coefficient, rng_key, low)
+            if known is not None:
+                arguments = rule_arguments(rule, scalars, coefficient, rng_key, moments, low, weight.device)
+                return known.run(weight, *segments[0], arguments, want_norm_sq)
+        _check_update(weight, moments, rule, coefficient, rng_key, low)
+        if weight.ndim != 2:
+            raise ValueError(f"weight must be 2-D (N, K), got shape {tuple(weight.shape)}")
+        N, K = weight.shape
+        dy_TN, x_TK = _merge(segments, N, K, weight)
+        _check_lookups(lookups, K, weight)
         arguments = rule_arguments(rule, scalars, coefficient, rng_key, moments, low, weight.device)
-        return launch_wgrad_update(weight, dy_TN, x_TK, moments, arguments, want_norm_sq)
+        rows, norm_sq = None, None
+        if any(ids.shape[0] for ids, _ in lookups):
+            only = not dy_TN.shape[0]
+            rows, norm_sq = sum_rows(lookups, N, want_norm_sq and only)
+            if only:
+                launch_table_update(weight, rows, arguments)
+                return norm_sq
+        chunk = _chunk(weight, dy_TN, moments)
+        if chunk:
+            return launch_wgrad_chunks(weight, dy_TN, x_TK, arguments, want_norm_sq, chunk, rows)
+        if not weight.numel():
+            return torch.zeros((), device=weight.device) if want_norm_sq else None
+        update = fused_update(weight, dy_TN, x_TK, moments, arguments.constants)
+        return update.run(weight, dy_TN, x_TK, arguments, want_norm_sq, rows)
+
+
+#: Updates that were checked once, by all that matters about their tensors.
+_KNOWN: dict[tuple[object, ...], FusedUpdate] = {}
+#: Batches of many lengths would let them grow without end.
+_MOST_KNOWN = 4096
+
+
+def _known_update(
+    weight: torch.Tensor,
+    segment: Segment,
+    moments: Sequence[Moment],
+    rule: str,
+    scalars: StepScalars,
+    coefficient: torch.Tensor | None,
+    rng_key: int | None,
+    low: torch.Tensor | None,
+) -> FusedUpdate | None:
+    """Launches of a fused update of one pair, or None where another path is taken; checks what is new.
+
+    Raises:
+        ValueError: as `wgrad_update_`.
+    """
+    dy_TN, x_TK = segment
+    if dy_TN.dtype == torch.float32 and dy_TN.ndim == weight.ndim == 2 and _chunk(weight, dy_TN, moments):
+        return None
+    tensors = [dy_TN, x_TK, weight, low, coefficient]
+    for moment in moments:
+        tensors.extend((moment,) if isinstance(moment, torch.Tensor) else moment)
+    key = (
+        rule,
+        scalars.nesterov,
+        rng_key is None,
+        *[
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0)
+            for t in tensors
+        ],
+    )
+    known = _KNOWN.get(key)
+    if known is None:
+        _check_update(weight, moments, rule, coefficient, rng_key, low)
+        if weight.ndim != 2 or not (weight.numel() and dy_TN.ndim == 2 and dy_TN.shape[0]):
+            return None
+        pair = _merge([segment], weight.shape[0], weight.shape[1], weight)
+        if pair[0] is not dy_TN or pair[1] is not x_TK:
+            return None
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.clear()
+        constants = (rule, bool(scalars.nesterov), rng_key is not None)
+        known = _KNOWN[key] = fused_update(weight, dy_TN, x_TK, moments, constants)
+    elif rng_key is not None and not 0 <= rng_key < 1 << 32:
+        raise ValueError(f"rng_key must be in [0, 2**32), got {rng_key}")
+    return known
+
+
+def _chunk(weight: torch.Tensor, dy_TN: torch.Tensor, moments: Sequence[Moment]) -> int:
+    """Rows per chunk where the update goes in chunks, else 0."""
+    N, K = weight.shape
+    if not uses_chunks(dy_TN.shape[0], N, K, dy_TN.dtype):
+        return 0
+    straddles = K % BLOCK and any(isinstance(moment, QuantizedMoment) for moment in moments)
+    return 0 if straddles else chunk_rows(N, K)
 
 
 def dense_update_(
@@ -126,26 +224,50 @@ def dense_update_(
         launch_dense_update(weight, grad, arguments)
 
 
-def wgrad_norm_sq(segments: Sequence[Segment]) -> torch.Tensor:
-    """||sum_s dy_s^T x_s||_F^2 (0-d fp32), by Gram matrices or by the GEMM, whichever is faster.
+def wgrad_norm_sq(segments: Sequence[Segment], lookups: Sequence[Lookup] = ()) -> torch.Tensor:
+    """||G||_F^2 (0-d fp32) of segments and lookups, by Gram matrices or by the GEMM, whichever is faster.
 
     Several segments are concatenated along T first, as in `wgrad_update_`: their cross terms count.
 
     Raises:
-        ValueError: no segment at all (a norm needs a device), or segments that do not fit each other.
+        ValueError: nothing at all (a norm needs a device), or factors that do not fit each other.
     """
+    if not segments and not lookups:
+        raise ValueError("wgrad_norm_sq needs at least one segment or lookup (it may have no tokens)")
     if not segments:
-        raise ValueError("wgrad_norm_sq needs at least one segment (it may have no tokens)")
+        like = lookups[0][1]
+        _check_lookups(lookups, like.shape[-1], like)
+        with _on(like):
+            return rows_norm_sq(lookups)
     dy, x = segments[0]
     if dy.ndim != 2 or x.ndim != 2:
         raise ValueError(f"segments must be 2-D pairs, got {tuple(dy.shape)} and {tuple(x.shape)}")
     dy_TN, x_TK = _merge(segments, dy.shape[1], x.shape[1], dy)
     (T, N), K = dy_TN.shape, x_TK.shape[1]
+    _check_lookups(lookups, K, dy)
+    looked_up = any(ids.shape[0] for ids, _ in lookups)
     with _on(dy):
+        if looked_up and not T:
+            return rows_norm_sq(lookups)
         # A sum of loss-scaled fp16 gradients may overflow, which would pass for an overflow of the gradient.
-        if T and dy_TN.dtype != torch.float16 and gram_is_cheaper(T, N, K):
+        if T and not looked_up and dy_TN.dtype != torch.float16 and gram_is_cheaper(T, N, K):
             return centred_gram_norm_sq(dy_TN, x_TK)
-        return gemm_norm_sq(dy_TN, x_TK)
+        return gemm_norm_sq(dy_TN, x_TK, sum_rows(lookups, N, False)[0] if looked_up else None)
+
+
+def accumulate_lookups_(buffer: torch.Tensor, lookups: Sequence[Lookup]) -> None:
+    """buffer[ids_t] += dy_t, each row's tokens summed in fp32 first.
+
+    Args:
+        buffer: (N, K), contiguous, fp32, bf16 or fp16.
+        lookups: As in `wgrad_update_`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    _check_lookups(lookups, buffer.shape[1], buffer)
+    with _on(buffer):
+        accumulate_rows(buffer, lookups)
 
 
 def _on(tensor: torch.Tensor) -> AbstractContextManager[object]:
@@ -171,6 +293,16 @@ def _merge(segments: Sequence[Segment], N: int, K: int, like: torch.Tensor) -> S
         return _addressable(held[0][0]), _addressable(held[0][1])
     dtype = functools.reduce(torch.promote_types, (dy.dtype for dy, _ in held))
     return torch.cat([dy.to(dtype) for dy, _ in held]), torch.cat([x.to(dtype) for _, x in held])
+
+
+def _check_lookups(lookups: Sequence[Lookup], K: int, like: torch.Tensor) -> None:
+    for ids, dy in lookups:
+        if ids.ndim != 1 or dy.shape != (ids.shape[0], K):
+            raise ValueError(f"lookup {tuple(ids.shape)}, {tuple(dy.shape)} is not (T,), (T, {K})")
+        if ids.dtype not in (torch.int32, torch.int64) or dy.dtype not in _FLOATS:
+            raise ValueError(f"lookup dtypes {ids.dtype}, {dy.dtype} must be integer and one of {_FLOATS}")
+        if ids.device != like.device or dy.device != like.device:
+            raise ValueError(f"lookup on {ids.device} and {dy.device}, expected {like.device}")
 
 
 def _addressable(operand: torch.Tensor) -> torch.Tensor:

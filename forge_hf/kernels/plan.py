@@ -10,6 +10,8 @@ Measured on an H200, ms for weights of 14336x4096 and 4096x4096, bf16 throughout
     cuBLAS in chunks    0.38 0.14    0.60 0.19    1.58
     cuBLAS' dW alone    0.10 0.04    0.31 0.10    1.20
 
+8-bit moments do best with 128x256 in parts of 64 columns at every T: larger parts spill.
+
 Chunks lose although the 128x256 main loop is only as fast as cuBLAS: their gradient does not stay in the L2
 cache beside the weight and the moments, and each chunk is two launches.
 """
@@ -20,7 +22,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 
 from .tiles import INTERPRET
 
@@ -42,7 +43,7 @@ class Tile(NamedTuple):
 
     def programs(self, N: int, K: int) -> int:
         """Number of tiles of an (N, K) weight."""
-        return triton.cdiv(N, self.block_n) * triton.cdiv(K, self.block_k)
+        return -(-N // self.block_n) * -(-K // self.block_k)
 
 
 # Three stages are 72 KiB, which fits the 99 KiB of consumer cards too. fp32 has no tensor-core path with IEEE
@@ -65,13 +66,31 @@ ENOUGH_PROGRAMS = 66
 CHUNK_TOKENS, CHUNK_PRODUCTS = 2048, 1 << 26
 
 
-def update_tile(T: int, N: int, K: int, operand: torch.dtype, state_bytes: int, device: torch.device) -> Tile:
-    """Tile of the fused update kernel; `state_bytes` is the widest item of weight and moments."""
+def update_tile(
+    T: int,
+    N: int,
+    K: int,
+    operand: torch.dtype,
+    state_bytes: int,
+    device: torch.device,
+    quantized: bool = False,
+) -> Tile:
+    """Tile of the fused update kernel.
+
+    Args:
+        T: Tokens.
+        N: Rows of the weight.
+        K: Columns of the weight.
+        operand: dtype of dy and x.
+        state_bytes: The widest item of weight and moments.
+        device: Where the kernel runs.
+        quantized: Whether a moment is 8-bit. The parts of the epilogue are then whole blocks of 64 columns.
+    """
     if operand == torch.float32:
-        return FP32
+        return FP32._replace(parts=2) if quantized else FP32
     if not _is_hopper(device):
         return GENERIC
-    narrow = state_bytes <= 2
+    narrow = state_bytes <= 2 and not quantized
     wide = HOPPER_WIDE if narrow else HOPPER_WIDE_FP32
     tiles = [HOPPER_PAIR, wide] if narrow and T < PAIR_TOKENS else [wide, HOPPER_PAIR] if narrow else [wide]
     return next((tile for tile in tiles if tile.programs(N, K) >= ENOUGH_PROGRAMS), GENERIC)

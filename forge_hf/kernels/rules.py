@@ -8,31 +8,66 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ..quantized import QuantizedMoment
+from ..quantized import Moment
 from ..scalars import StepScalars
 from .moments import load, load_scale, moment_to_fp32, store_moment
 from .rounding import root, store_weight, weight_to_fp32
-from .tiles import CUDA, INTERPRET, LAUNCH_OPTIONS
+from .tiles import CUDA
 
-__all__ = ["device_numbers", "load_state", "rule_arguments", "update_elements"]
+__all__ = [
+    "CONSTANTS",
+    "POINTERS",
+    "RuleArguments",
+    "device_numbers",
+    "load_state",
+    "rule_arguments",
+    "update_elements",
+]
+
+
+class RuleArguments(NamedTuple):
+    """What every update kernel takes beside weight and gradient.
+
+    Attributes:
+        pointers: Low bits, moments, their scales, coefficient and numbers, in the kernels' order (POINTERS);
+            None for what is not there.
+        rng_key: Key of stochastic rounding as a signed 32-bit number: one compiled kernel for every key.
+        constants: (rule, nesterov, stochastic), the kernels' first constexpr arguments (CONSTANTS).
+    """
+
+    pointers: tuple[Any, ...]
+    rng_key: int
+    constants: tuple[str, bool, bool]
+
+    def kinds(self) -> tuple[Any, ...]:
+        """What a key of compiled kernels must say of the pointers."""
+        return tuple([None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in self.pointers])
+
+    def named(self) -> dict[str, Any]:
+        """The constexpr arguments by name."""
+        return dict(zip(CONSTANTS, self.constants, strict=True))
+
+
+POINTERS = ("low_ptr", "m_ptr", "v_ptr", "m_scale_ptr", "v_scale_ptr", "coefficient_ptr", "numbers_ptr")
+CONSTANTS = ("RULE", "NESTEROV", "STOCHASTIC")
 
 
 def rule_arguments(
     rule: str,
     scalars: StepScalars,
-    coefficient: Any,
+    coefficient: torch.Tensor | None,
     rng_key: int | None,
-    moments: Sequence[Any],
-    low: Any = None,
-    device: torch.device | None = None,
-) -> dict[str, Any]:
-    """The keyword arguments and launch options that all update kernels take for `update_elements`.
+    moments: Sequence[Moment],
+    low: torch.Tensor | None,
+    device: torch.device,
+) -> RuleArguments:
+    """Arguments of one update.
 
     Args:
         rule: "adamw", "lion" or "sgd".
@@ -44,32 +79,23 @@ def rule_arguments(
         device: Where the kernel runs.
     """
     key = 0 if rng_key is None else rng_key
-    pointers = [m if isinstance(m, QuantizedMoment) else (m, None) for m in moments]
-    (m_ptr, m_scale), (v_ptr, v_scale) = [*pointers, (None, None), (None, None)][:2]
-    return {
-        "low_ptr": low,
-        "m_ptr": m_ptr,
-        "v_ptr": v_ptr,
-        "m_scale_ptr": m_scale,
-        "v_scale_ptr": v_scale,
-        "coefficient_ptr": coefficient,
-        "numbers_ptr": device_numbers(rule, scalars, device, _stream(device)),
-        # The same 32 bits as a signed number: one compiled kernel for every key.
-        "rng_key": key - (1 << 32) if key >= 1 << 31 else key,
-        "RULE": rule,
-        "NESTEROV": bool(scalars.nesterov),
-        "STOCHASTIC": rng_key is not None,
-        "INTERPRET": INTERPRET,
-        **LAUNCH_OPTIONS,
-    }
-
-
-def _stream(device: torch.device | None) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device and device.type == "cuda" else 0
+    stored: list[Any] = [None, None, None, None]
+    for index, moment in enumerate(moments):
+        if isinstance(moment, torch.Tensor):
+            stored[index] = moment
+        else:
+            stored[index], stored[index + 2] = moment
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    numbers = device_numbers(rule, scalars, device, stream)
+    return RuleArguments(
+        (low, *stored, coefficient, numbers),
+        key - (1 << 32) if key >= 1 << 31 else key,
+        (rule, bool(scalars.nesterov), rng_key is not None),
+    )
 
 
 @functools.lru_cache(maxsize=64)
-def device_numbers(rule: str, scalars: StepScalars, device: torch.device | None, stream: int) -> torch.Tensor:
+def device_numbers(rule: str, scalars: StepScalars, device: torch.device, stream: int) -> torch.Tensor:
     """The numbers of one step as an fp32 tensor on the device, copied there once, without synchronising.
 
     Kernels read them from memory, so a schedule compiles nothing. Differences and quotients are taken here in

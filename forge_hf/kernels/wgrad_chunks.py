@@ -10,12 +10,13 @@ Shapes: dy (T, N), x (T, K), weight and moments (N, K).
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch
 import triton
 
 from .elementwise import BLOCK, update_span
+from .embedding import RowSums, add_rows
+from .rules import RuleArguments
 
 __all__ = ["chunk_rows", "launch_wgrad_chunks"]
 
@@ -38,21 +39,24 @@ def launch_wgrad_chunks(
     weight: torch.Tensor,
     dy_TN: torch.Tensor,
     x_TK: torch.Tensor,
-    arguments: dict[str, Any],
+    arguments: RuleArguments,
     want_norm_sq: bool,
-    rows: int,
+    chunk: int,
+    rows: RowSums | None = None,
 ) -> torch.Tensor | None:
-    """Update on checked arguments, `rows` rows of the weight (a multiple of ROW_STEP) at a time."""
+    """Update on checked arguments, `chunk` rows of the weight (a multiple of ROW_STEP) at a time."""
     N, K = weight.shape
-    buffer = torch.empty((min(rows, N), K), dtype=torch.float32, device=weight.device)
+    buffer = torch.empty((min(chunk, N), K), dtype=torch.float32, device=weight.device)
     partials = None
     if want_norm_sq:
         partials = torch.empty(triton.cdiv(N * K, BLOCK), dtype=torch.float32, device=weight.device)
     with torch.no_grad(), _no_autocast(weight.device.type):
-        for first in range(0, N, rows):
-            last = min(first + rows, N)
+        for first in range(0, N, chunk):
+            last = min(first + chunk, N)
             grad = buffer[: last - first]
             torch.mm(dy_TN[:, first:last].t(), x_TK, out=grad)
+            if rows is not None:
+                add_rows(grad, rows, first)
             update_span(weight, grad, first * K // BLOCK, partials, arguments)
     return None if partials is None else partials.sum()
 

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .embedding import RowSums, load_rows
 from .norm_plan import DESCRIPTOR_NORM, norm_tile, processors, uses_descriptors
 from .plan import Tile
 from .replay import Launch, alignment
@@ -33,7 +34,7 @@ FINISH_BLOCK = 2048
 
 @triton.jit(do_not_specialize=["T"])
 def _gemm_norm_kernel(
-    dy_ptr, x_ptr, partial_ptr, T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
+    dy_ptr, x_ptr, partial_ptr, head_ptr, sums_ptr, T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
     EVEN: tl.constexpr, EVEN_T: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -45,6 +46,9 @@ def _gemm_norm_kernel(
         T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
         EVEN, EVEN_T, BLOCK_N, BLOCK_K, BLOCK_T, INTERPRET,
     )  # fmt: skip
+    if head_ptr is not None:
+        n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc += load_rows(head_ptr, sums_ptr, n, pid_k * BLOCK_K + tl.arange(0, BLOCK_K), N, K)
     tl.store(partial_ptr + pid, tl.sum(acc * acc))
 
 
@@ -100,6 +104,7 @@ def _gemm_launches(
     operand: torch.dtype,
     device: torch.device,
     aligned: tuple,
+    with_rows: bool,
 ) -> _Gemm:
     tile = norm_tile(N, K, operand, device)
     programs = tile.programs(N, K)
@@ -124,18 +129,20 @@ def _blocks(tile: Tile) -> dict[str, int | bool]:
     return {**blocks, "GROUP": GROUP_N, "INTERPRET": INTERPRET}
 
 
-def gemm_norm_sq(dy_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
-    """||dy^T x||_F^2 by the GEMM with a reduction for an epilogue (0-d fp32)."""
+def gemm_norm_sq(dy_TN: torch.Tensor, x_TK: torch.Tensor, rows: RowSums | None = None) -> torch.Tensor:
+    """||dy^T x + rows||_F^2 by the GEMM with a reduction for an epilogue (0-d fp32)."""
     (T, N), K, device = dy_TN.shape, x_TK.shape[1], dy_TN.device
     if not (T and N and K):
+        assert rows is None, "lookups alone have a norm of their own"
         return torch.zeros((), dtype=torch.float32, device=device)
     aligned, strides = alignment(dy_TN, x_TK), (*dy_TN.stride(), *x_TK.stride())
-    if uses_descriptors(T, N, K, strides, aligned, dy_TN.dtype, device):
+    if rows is None and uses_descriptors(T, N, K, strides, aligned, dy_TN.dtype, device):
         return descriptor_norm_sq(dy_TN, x_TK)
-    launches = _gemm_launches(T, N, K, strides, dy_TN.dtype, device, aligned)
+    launches = _gemm_launches(T, N, K, strides, dy_TN.dtype, device, aligned, rows is not None)
     partials = torch.empty(launches.programs, dtype=torch.float32, device=device)
     result = torch.empty((), dtype=torch.float32, device=device)
-    launches.gemm(dy_TN, x_TK, partials)
+    head_of, sums = (None, None) if rows is None else rows
+    launches.gemm(dy_TN, x_TK, partials, head_of, sums)
     launches.finish(partials, result)
     return result
 

@@ -2,27 +2,30 @@
 
     G = dy^T x;   norm_sq = sum G^2;   w, moments = rule(w, coefficient * G, moments)
 
+A weight that is an embedding's too gets its row sums (`embedding.py`) added to G.
 Shapes: dy (T, N), x (T, K), weight and moments (N, K). Source: FORGE, arXiv 2606.22932, section 3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ..quantized import BLOCK, Moment, QuantizedMoment
+from ..quantized import Moment, QuantizedMoment
+from .embedding import RowSums, load_rows
 from .moments import block_offsets, blocks_inside
-from .plan import update_tile, uses_chunks
+from .plan import update_tile
+from .replay import Launch
 from .rounding import hash_seed, lane_seed
-from .rules import load_state, update_elements
-from .tiles import GROUP_N, accumulate_tile, tile_order
-from .wgrad_chunks import chunk_rows, launch_wgrad_chunks
+from .rules import CONSTANTS, RuleArguments, load_state, update_elements
+from .tiles import GROUP_N, INTERPRET, accumulate_tile, tile_order
+from .wgrad_norm import finish_launch
 
-__all__ = ["launch_wgrad_update"]
+__all__ = ["FusedUpdate", "fused_update"]
 
 
 @triton.jit
@@ -47,7 +50,8 @@ def _half_rows(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LOWER: tl.conste
 @triton.jit(do_not_specialize=["T", "rng_key"])
 def _wgrad_update_kernel(
     dy_ptr, x_ptr, w_ptr, low_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr,
-    coefficient_ptr, numbers_ptr, norm_ptr, T, N, K, stride_dt, stride_dn, stride_xt, stride_xk, rng_key,
+    coefficient_ptr, numbers_ptr, norm_ptr, head_ptr, sums_ptr, rng_key,
+    T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
     RULE: tl.constexpr, NESTEROV: tl.constexpr, STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr, EVEN_T: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
@@ -60,8 +64,10 @@ def _wgrad_update_kernel(
         T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
         EVEN, EVEN_T, BLOCK_N, BLOCK_K, BLOCK_T, INTERPRET,
     )  # fmt: skip
+    norm_sq = 0.0
     if norm_ptr is not None:
-        tl.store(norm_ptr + pid, tl.sum(acc * acc))
+        if head_ptr is None:
+            tl.store(norm_ptr + pid, tl.sum(acc * acc))
     # A part at a time: gradient, weight and moments of a whole tile exceed the registers. Rows are split
     # first: short pieces of a row waste memory bandwidth, and 16 columns at a time took thrice as long as 64.
     # Asking for weight and moments earlier, into registers or by prefetch into the L2 cache, was slower.
@@ -88,6 +94,10 @@ def _wgrad_update_kernel(
             else:
                 mask = (n < N)[:, None] & (pid_k * BLOCK_K + lane < K)[None, :]
                 seed = hash_seed(offset, rng_key)
+            if head_ptr is not None:
+                g += load_rows(head_ptr, sums_ptr, n, pid_k * BLOCK_K + lane, N, K)
+                if norm_ptr is not None:
+                    norm_sq += tl.sum(g * g)
             block = offset
             block_mask = mask
             if m_scale_ptr is not None:
@@ -103,43 +113,72 @@ def _wgrad_update_kernel(
                 w_ptr, low_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, coefficient_ptr, numbers_ptr,
                 offset, mask, block, block_mask, seed, RULE, NESTEROV, STOCHASTIC, INTERPRET,
             )  # fmt: skip
+    if norm_ptr is not None:
+        if head_ptr is not None:
+            tl.store(norm_ptr + pid, norm_sq)
 
 
-def launch_wgrad_update(
+class FusedUpdate(NamedTuple):
+    """The launches of one weight's update, which only the tensors change.
+
+    Attributes:
+        programs: Partials of the norm.
+        update: Takes (dy, x, weight, *pointers, partials, head_of, sums, rng_key).
+        finish: Takes (partials, norm_sq).
+    """
+
+    programs: int
+    update: Launch
+    finish: Launch
+
+    def run(
+        self,
+        weight: torch.Tensor,
+        dy_TN: torch.Tensor,
+        x_TK: torch.Tensor,
+        arguments: RuleArguments,
+        want_norm_sq: bool,
+        rows: RowSums | None = None,
+    ) -> torch.Tensor | None:
+        """Launch; returns the squared norm (0-d fp32) if wanted."""
+        head_of, sums = (None, None) if rows is None else rows
+        partials = norm_sq = None
+        if want_norm_sq:
+            partials = torch.empty(self.programs, dtype=torch.float32, device=weight.device)
+            norm_sq = torch.empty((), dtype=torch.float32, device=weight.device)
+        self.update(dy_TN, x_TK, weight, *arguments.pointers, partials, head_of, sums, arguments.rng_key)
+        if want_norm_sq:
+            self.finish(partials, norm_sq)
+        return norm_sq
+
+
+def fused_update(
     weight: torch.Tensor,
     dy_TN: torch.Tensor,
     x_TK: torch.Tensor,
     moments: Sequence[Moment],
-    arguments: dict[str, Any],
-    want_norm_sq: bool,
-) -> torch.Tensor | None:
-    """Run the kernel on checked arguments; with T = 0 the gradient is 0 and decay and momentum still act.
-
-    `arguments` is what `rules.rule_arguments` gives for `moments` and the rest of the update.
-    """
+    constants: tuple[str, bool, bool],
+) -> FusedUpdate:
+    """Choose the tile; the launches fit all tensors of these shapes, strides, dtypes and alignment."""
     (N, K), T = weight.shape, dy_TN.shape[0]
-    quantized = any(isinstance(moment, QuantizedMoment) for moment in moments)
-    if uses_chunks(T, N, K, dy_TN.dtype) and not (quantized and K % BLOCK):
-        rows = chunk_rows(N, K)
-        if rows:
-            return launch_wgrad_chunks(weight, dy_TN, x_TK, arguments, want_norm_sq, rows)
     state_bytes = max([weight.itemsize, *(m.itemsize for m in moments if isinstance(m, torch.Tensor))])
-    tile = update_tile(T, N, K, dy_TN.dtype, state_bytes, weight.device)
-    if quantized:  # a part is whole blocks
-        tile = tile._replace(parts=max(2, min(tile.parts, 2 * tile.block_k // BLOCK)))
+    quantized = any(isinstance(moment, QuantizedMoment) for moment in moments)
+    tile = update_tile(T, N, K, dy_TN.dtype, state_bytes, weight.device, quantized)
     programs = tile.programs(N, K)
-    partials = torch.empty(programs, dtype=torch.float32, device=weight.device) if want_norm_sq else None
-    if programs:
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        if tile.max_registers is not None:
-            options["maxnreg"] = tile.max_registers
-        _wgrad_update_kernel[(programs,)](
-            dy_TN, x_TK, weight, norm_ptr=partials,
-            T=T, N=N, K=K,
-            stride_dt=dy_TN.stride(0), stride_dn=dy_TN.stride(1),
-            stride_xt=x_TK.stride(0), stride_xk=x_TK.stride(1),
-            EVEN=N % tile.block_n == 0 and K % tile.block_k == 0, EVEN_T=T % tile.block_t == 0,
-            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, BLOCK_T=tile.block_t, PARTS=tile.parts, GROUP=GROUP_N,
-            **options, **arguments,
-        )  # fmt: skip
-    return None if partials is None else partials.sum()
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if tile.max_registers is not None:
+        options["maxnreg"] = tile.max_registers
+    flags = {
+        **dict(zip(CONSTANTS, constants, strict=True)),
+        "EVEN": N % tile.block_n == 0 and K % tile.block_k == 0,
+        "EVEN_T": T % tile.block_t == 0,
+        "PARTS": tile.parts,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "BLOCK_T": tile.block_t,
+        "GROUP": GROUP_N,
+        "INTERPRET": INTERPRET,
+    }
+    numbers = (T, N, K, *dy_TN.stride(), *x_TK.stride())
+    launch = Launch(_wgrad_update_kernel, (programs,), numbers, flags, **options)
+    return FusedUpdate(programs, launch, finish_launch(programs, weight.device.index))
