@@ -122,7 +122,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Callable[[int], dict[str, Any]
          "use_cache": False, "bos_token_id": 1, "eos_token_id": 2},
         language, 2, True,
     ),
-    "roberta tied": ("RobertaForMaskedLM", "RobertaConfig", {**ENCODER, "pad_token_id": 1}, language, 16, True),
+    "roberta tied": (
+        "RobertaForMaskedLM", "RobertaConfig", {**ENCODER, "pad_token_id": 1}, language, 16, True,
+    ),
     "opt": (
         "OPTForCausalLM", "OPTConfig",
         {**TOKENS, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
