@@ -295,15 +295,17 @@ class FactoredGradient:
     def _exceeds_dense(self, lookups: list[Lookup], *more: Tensor) -> bool:
         """Whether holding what is held, `lookups` and `more` takes more memory than the dense gradient.
 
-        The use of lookups counts as well: their sums by row in fp32, and one dY where there are several.
+        The use of lookups counts as well: their sums by row in fp32, an index of the rows, the sorted ids,
+        and one dY where there are several.
         """
         held = [tensor for segment in self.segments for tensor in segment[:2]]
         held += [tensor for lookup in lookups for tensor in lookup[:2]]
         cost = sum(map(_compact_bytes, [*held, *more]))
         if not lookups:
             return cost > self.dense_bytes
-        cost += sum(4 * lookup.dy_TK.numel() for lookup in lookups)
-        cost += sum(lookup.dy_TK.nbytes for lookup in lookups) if len(lookups) > 1 else 0
+        cost += 4 * self.shape[0] + sum(4 * dy_TK.numel() + 12 * len(ids) for ids, dy_TK, _ in lookups)
+        if len(lookups) > 1:
+            cost += sum(lookup.dy_TK.nbytes for lookup in lookups)
         return cost > self.dense_bytes
 
     def _fold_coefficient(self) -> None:

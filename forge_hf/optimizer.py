@@ -40,7 +40,7 @@ class ForgeOptimizer(Optimizer):
     Args:
         params: The model, or torch param groups (then `attach_to` gives the model).
         settings: Group defaults of the rule that were given.
-        attach_to: The model whose linear layers hand over their gradients.
+        attach_to: The model whose linear layers and embeddings hand over their gradients.
         options: Fields of `ForgeConfig`.
 
     Raises:

@@ -108,6 +108,84 @@ def test_accumulate_adds(first, second, scale_first, scale_second):
     )
 
 
+def lookups_of(
+    tokens: list[int], n: int, k: int, dtype: torch.dtype, seed: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Ids in [-1, n), few of them, and dY."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(-1, max(1, n // 2), (t,), generator=generator).int() for t in tokens]
+    return [(each, torch.randn(len(each), k, generator=generator).to(dtype)) for each in ids]
+
+
+def one_hot(lookups: list[tuple[Tensor, Tensor]], n: int) -> list[tuple[Tensor, Tensor]]:
+    """The pairs that the lookups stand for: dY of a linear layer is one-hot, its input is dY."""
+    return [
+        (torch.eye(n, dtype=torch.float64)[ids.long().clamp(min=0)] * (ids >= 0).unsqueeze(1), dy)
+        for ids, dy in lookups
+    ]
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems, st.lists(st.integers(0, 20), min_size=1, max_size=3), st.booleans(), st.booleans())
+def test_lookups_and_pairs_are_one_gradient(problem, looked_up, bounded, scaled):
+    tokens, n, k, dtype, seed = problem
+    pairs = pairs_of(tokens[:-1], n, k, dtype, seed)
+    lookups = lookups_of(looked_up, n, k, dtype, seed)
+    gradient, other = (FactoredGradient(weight(n, k, dtype)) for _ in range(2))
+    for ids, dy in lookups[:1]:
+        gradient.add_lookup(ids, dy)
+    for pair in pairs:
+        gradient.add_pair(*pair, bounded=bounded)
+        assert not bounded or gradient.held_bytes() <= gradient.dense_bytes
+    for ids, dy in lookups[1:]:
+        other.add_lookup(ids, dy)
+        assert other.held_bytes() <= other.dense_bytes
+    gradient.accumulate(other)
+    everything = [*pairs, *one_hot(lookups, n)]
+    matrix, unit = exact(everything, n, k), size(everything)
+    if scaled:
+        gradient.scale_(torch.tensor(0.25))
+        matrix, unit = matrix * 0.25, unit * 0.25
+    stored = (len(everything) + 2) * DENSE_BF16 if dtype != torch.float32 else 0.0
+    limit = (GEMM_FP32 + (stored if gradient.buffer is not None else 0.0)) * unit
+    assert (gradient.norm_sq().sqrt().double() - matrix.norm()).abs() <= limit + NORM_GRAM * unit
+    assert (gradient.dense().double() - matrix).norm() <= (GEMM_FP32 + stored) * unit
+    generator = torch.Generator().manual_seed(seed)
+    q, p = torch.randn(k, 3, generator=generator), torch.randn(n, 2, generator=generator)
+    assert (gradient.project_right(q).double() - matrix @ q.double()).norm() <= limit * q.norm()
+    assert (gradient.project_left(p).double() - p.t().double() @ matrix).norm() <= limit * p.norm()
+
+
+def test_the_cross_term_of_pairs_and_lookups_counts():
+    """dY of the head and of the table cancel: the norm of the sum is 0, not that of its parts."""
+    x = torch.randn(1, 30)
+    dy = torch.zeros(1, 20)
+    dy[0, 7] = 1.0
+    gradient = FactoredGradient(weight(20, 30))
+    gradient.add_pair(dy, x)
+    gradient.add_lookup(torch.tensor([7]), -x)
+    assert len(gradient.segments) == len(gradient.looked_up) == 1
+    assert gradient.norm_sq().item() == 0.0
+
+
+def test_write_into_a_held_output_gradient_of_a_table_is_noticed():
+    dy = torch.randn(2, 30)
+    gradient = FactoredGradient(weight(20, 30), "words.weight")
+    gradient.add_lookup(torch.tensor([7, 7]), dy)
+    dy.add_(1.0)
+    with pytest.raises(ForgeRefusal, match="The output gradient of 'words.weight' was changed in place"):
+        gradient.lookups()
+
+
+def test_use_of_lookups_counts_in_the_bound():
+    """ids and dY of 6 tokens fit 10 rows in fp32, but not with their sums by row."""
+    gradient = FactoredGradient(weight(10, 30))
+    gradient.add_lookup(torch.arange(3), torch.randn(3, 30))
+    assert gradient.buffer is None
+    gradient.add_lookup(torch.arange(3), torch.randn(3, 30))
+    assert gradient.buffer is not None and not gradient.looked_up
+
+
 @pytest.mark.parametrize("tokens", [[3], [40], [2, 5, 1]])
 def test_both_forms_of_the_norm_agree(tokens):
     from forge_hf import reference
