@@ -26,7 +26,8 @@ def state():
     names = [member.value for member in OptimizerNames if member.value.startswith("forge_")]
     return [names, depth(Trainer.get_optimizer_cls_and_kwargs), depth(Trainer.train)]
 """
-REGISTERED = [["forge_adamw", "forge_lion", "forge_sgd"], 1, 1]
+NAMES = ["forge_adamw", "forge_adamw_8bit", "forge_lion", "forge_lion_8bit", "forge_sgd"]
+REGISTERED = [NAMES, 1, 1]
 
 
 def console(name: str) -> str:
@@ -156,8 +157,8 @@ def test_torchrun_and_accelerate_launch_train_a_script_that_never_heard_of_us(tm
     for name, launcher in launchers.items():
         ours, _ = run([*launcher, *arguments, "forge_adamw"], PATH=path)
         assert ours["optimizer"] == "ForgeAdamW", name
-        # Per layer: query, key, value, attention output, intermediate, output; then the head's two.
-        assert ours["pairs"] == 2 * 6 + 2, name
+        # Per layer: query, key, value, attention output, intermediate, output; head: 2; embeddings: 3.
+        assert ours["pairs"] == 2 * 6 + 2 + 3, name
         assert (ours["wrapper"] == "DistributedDataParallel") == (name == "torchrun"), name
         assert ours["weights"] == pytest.approx(baseline["weights"], abs=1e-6), name
         for key, rel in (("loss", 1e-5), ("grad_norm", 1e-4), ("learning_rate", 0)):

@@ -51,7 +51,8 @@ def test_other_optimizers_are_errors_that_name_the_valid_ones(tmp_path):
         forge_trainer(tmp_path, "adafactor")
     assert str(error.value) == (
         "ForgeTrainer cannot train with optim='adafactor'. "
-        "Valid: forge_adamw, forge_lion, forge_sgd, adamw_torch, adamw_torch_fused."
+        "Valid: forge_adamw, forge_adamw_8bit, forge_lion, forge_lion_8bit, forge_sgd, adamw_torch, "
+        "adamw_torch_fused."
     )
     model = tiny_roberta()
     foreign = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -53,8 +53,19 @@ def test_adamw_gets_the_trainers_numbers():
         "state": "bf16",
         "rounding": "nearest",
         "seed": 0,
+        "weight_bits": 16,
         "attach_to": model,
     }
+
+
+@pytest.mark.parametrize(("name", "cls"), [("forge_adamw_8bit", ForgeAdamW), ("forge_lion_8bit", ForgeLion)])
+def test_the_8bit_names_stand_for_a_state(name, cls):
+    model = torch.nn.Linear(2, 2)
+    got, keywords = chosen(model=model, optim=name)
+    assert got is cls and keywords["state"] == "8bit"
+    assert chosen(model=model, optim=name, optim_args="state=8bit,seed=3")[1]["seed"] == 3
+    with pytest.raises(ForgeConfigError, match=f"optim='{name[:-5]}' with that option"):
+        chosen(model=model, optim=name, optim_args="state=fp32")
 
 
 @pytest.mark.parametrize(
