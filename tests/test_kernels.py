@@ -179,7 +179,6 @@ def test_the_table_has_a_tile_for_every_card(monkeypatch):
     device = torch.device(DEVICE)
     monkeypatch.setattr(plan, "_is_hopper", lambda _: False)
     assert plan.update_tile(512, 4096, 4096, BF16, 2, device) == plan.GENERIC
-    assert plan.norm_tile(4096, 4096, BF16, device) == plan.GENERIC
     monkeypatch.setattr(plan, "_is_hopper", lambda _: True)
     assert plan.update_tile(512, 4096, 4096, F32, 4, device) == plan.FP32
     assert plan.update_tile(512, 4096, 4096, BF16, 2, device) == plan.HOPPER_PAIR
@@ -187,7 +186,6 @@ def test_the_table_has_a_tile_for_every_card(monkeypatch):
     assert plan.update_tile(512, 4096, 4096, BF16, 4, device) == plan.HOPPER_WIDE_FP32
     assert plan.update_tile(2048, 1024, 1536, BF16, 2, device) == plan.HOPPER_PAIR
     assert plan.update_tile(512, 384, 384, BF16, 2, device) == plan.GENERIC
-    assert plan.norm_tile(4096, 4096, BF16, device) == plan.HOPPER_NORM
 
 
 def test_segments_are_one_gradient():
