@@ -68,8 +68,8 @@ def uses_descriptors(
 def gram_is_cheaper(tokens: int, out_features: int, in_features: int) -> bool:
     """Whether the Gram form is faster than the GEMM by more than its two further launches cost the host.
 
-    Both times, in us, are fits to an H200, bf16. Measured there, ms of cuBLAS' dW, the GEMM, the Gram form, for
-    weights of so many rows and 4096 columns:
+    Both times, in us, are fits to an H200, bf16. Measured there, ms of cuBLAS' dW, the GEMM and the Gram form
+    for weights of so many rows and 4096 columns:
 
         T      128                512                1024               2048               8192
         14336  0.046 0.053 0.028  0.097 0.103 0.040  0.167 0.163 0.085  0.314 0.329 0.231  1.29  1.36
