@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 
 from forge_hf import rounding as rounding_of_torch
-from forge_hf.kernels import launch, tiles, wgrad_norm
+from forge_hf.kernels import launch, norm_plan, tiles
 from forge_hf.scalars import StepScalars
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -93,7 +93,7 @@ def three_way(rule: str, N: int, K: int, T: int, dtype: torch.dtype, moment: tor
         errors.append((error, plain_error))
     wanted = g64.square().sum().item()
     norm_error = max(abs(got.item() - wanted) / wanted for got in (norm_sq, alone) if norm_sq is not None)
-    form = "gram" if wgrad_norm.gram_is_cheaper(T, N, K) else "gemm"
+    form = "gram" if norm_plan.gram_is_cheaper(T, N, K) else "gemm"
     return {
         "check": f"{rule} {form}",
         "shape": f"{N}x{K} T={T}",

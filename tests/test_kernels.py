@@ -104,7 +104,7 @@ def test_tile_order_covers_more_rows_than_a_group():
     (got,), norm_sq = update("sgd", w, [(dy, x)], (), scalars_of("sgd"), want_norm_sq=True)
     torch.testing.assert_close(got, plain_rule("sgd", w, dy.T @ x, (), scalars_of("sgd"))[0])
     torch.testing.assert_close(norm_sq, (dy.T @ x).square().sum(), rtol=NORM_RTOL, atol=0)
-    torch.testing.assert_close(wgrad_norm.gemm_norm_sq(dy, x), norm_sq, rtol=0, atol=0)
+    torch.testing.assert_close(wgrad_norm.gemm_norm_sq(dy, x), norm_sq, rtol=NORM_RTOL, atol=0)
 
 
 TILES = [plan.GENERIC, plan.HOPPER_PAIR, plan.HOPPER_WIDE, plan.HOPPER_WIDE_FP32]

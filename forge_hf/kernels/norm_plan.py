@@ -68,14 +68,13 @@ def uses_descriptors(
 def gram_is_cheaper(tokens: int, out_features: int, in_features: int) -> bool:
     """Whether the Gram form is faster than the GEMM by more than its two further launches cost the host.
 
-    Both times, in us, are fits to an H200, bf16 (ms measured: GEMM, Gram; the GEMM where it is taken):
+    Both times, in us, are fits to an H200, bf16. Measured there, ms of cuBLAS' dW, the GEMM and the Gram form
+    for weights of so many rows and 4096 columns:
 
-        T        128            512            1024           2048           8192
-        14336    0.053 0.031    0.104 0.041    0.163 0.084    0.327 0.220    1.36
-         4096    0.021 0.024    0.035 0.029    0.051 0.058    0.093 0.17     0.396
-         1024    0.010 0.022    0.013 0.027    0.019 0.055    0.029 0.12     0.097
-
-    for weights of so many rows and 4096 columns; cuBLAS' dW took 0.045 0.099 0.168 0.310 1.37 for the first.
+        T      128                512                1024               2048               8192
+        14336  0.046 0.053 0.028  0.097 0.103 0.040  0.167 0.163 0.085  0.314 0.329 0.231  1.29  1.36
+         4096  0.020 0.021 0.022  0.034 0.035 0.030  0.053 0.051 0.059  0.093 0.092 0.147  0.363 0.376
+         1024  0.010 0.010 0.021  0.013 0.014 0.028  0.018 0.019 0.052  0.027 0.029 0.112  0.089 0.092
     """
     features, weights = out_features + in_features, out_features * in_features
     gemm = 5 + weights / 4.3e6 * (2.65 + 0.0097 * tokens)
