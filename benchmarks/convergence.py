@@ -5,8 +5,8 @@
     python benchmarks/convergence.py plot convergence.csv convergence.png
 
 TEXT_FOLDER holds classics_train.txt.gz and classics_valid.txt.gz. 59.7M weights, batches of 16 x 256 tokens,
-cosine schedule to a tenth with 5 % warm-up, lr 1e-3 (Lion 1e-4), weight decay 0.1, clipping at 1.0. Data order
-and fp32 initial weights follow from the seed alone. A variant is "within" the seed spread if its mean final
+cosine schedule to a tenth with 5 % warm-up, lr 1e-3 (Lion 1e-4), weight decay 0.1, clipping at 1.0. Data and
+fp32 initial weights follow from the seed alone. A variant is "within" the seed spread if its mean final
 loss differs from that of adamw_fp32 by at most the range (largest minus smallest) of adamw_fp32's seeds.
 """
 

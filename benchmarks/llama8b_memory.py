@@ -3,8 +3,8 @@
     python benchmarks/llama8b_memory.py               # the README table; needs a GPU with 80 GB
     python benchmarks/llama8b_memory.py --shape tiny    # seconds, on any machine, to try the script
 
-Random weights in bf16, bf16 moments everywhere, random tokens, the same batch for every optimizer. Peak is
-torch.cuda.max_memory_allocated over the timed steps; time is the median of them. Every line runs in a process
+Random weights in bf16, random tokens, the same batch for every optimizer; moments in bf16 unless the name says
+8-bit. Peak is torch.cuda.max_memory_allocated over the timed steps; time is the median of them. Every line runs in a process
 of its own, and all lines of a table come from one call. Writes CSV to --output (default: $OUT, else the
 current folder).
 """
@@ -42,13 +42,15 @@ SHAPES = {
     },
 }
 
-# name -> (optimizer, update mode, max_norm)
+# name -> (optimizer, update mode, max_norm, moments)
 LINES = {
-    "forward + dX only": ("none", "", None),
-    "adamw_torch_fused, no clip": ("torch", "", None),
-    "adamw_torch_fused, clip 1.0": ("torch", "", 1.0),
-    "forge_adamw step, clip 1.0": ("forge", "step", 1.0),
-    "forge_adamw backward, no clip": ("forge", "backward", None),
+    "forward + dX only": ("none", "", None, "none"),
+    "adamw_torch_fused, no clip": ("torch", "", None, "bf16"),
+    "adamw_torch_fused, clip 1.0": ("torch", "", 1.0, "bf16"),
+    "forge_adamw step, clip 1.0": ("forge", "step", 1.0, "bf16"),
+    "forge_adamw backward, no clip": ("forge", "backward", None, "bf16"),
+    "forge_adamw_8bit step, clip 1.0": ("forge", "step", 1.0, "8bit"),
+    "forge_adamw_8bit backward, no clip": ("forge", "backward", None, "8bit"),
 }
 
 SETTINGS = {
@@ -63,7 +65,7 @@ def measure(line: str, setting: str, shape: str, steps: int) -> dict:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    kind, update, max_norm = LINES[line]
+    kind, update, max_norm, moments = LINES[line]
     batch, length, checkpointing = SETTINGS[setting]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
@@ -73,7 +75,7 @@ def measure(line: str, setting: str, shape: str, steps: int) -> dict:
         model = LlamaForCausalLM(config).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = _optimizer(kind, update, model, torch)
+    optimizer = _optimizer(kind, update, moments, model, torch)
     tokens = torch.randint(0, config.vocab_size, (steps + 3, batch, length), device=device)
     times, losses = [], []
     for step, ids in enumerate(tokens):
@@ -104,11 +106,11 @@ def measure(line: str, setting: str, shape: str, steps: int) -> dict:
         "torch": torch.__version__,
         "transformers": __import__("transformers").__version__,
         "weights": "bf16",
-        "moments": "none" if kind == "none" else "bf16",
+        "moments": moments,
     }
 
 
-def _optimizer(kind: str, update: str, model, torch):
+def _optimizer(kind: str, update: str, moments: str, model, torch):
     if kind == "torch":
         return torch.optim.AdamW(
             model.parameters(), lr=1e-5, weight_decay=0.0, fused=torch.cuda.is_available()
@@ -116,7 +118,7 @@ def _optimizer(kind: str, update: str, model, torch):
     if kind == "forge":
         import forge_hf
 
-        return forge_hf.ForgeAdamW(model, lr=1e-5, weight_decay=0.0, update=update)
+        return forge_hf.ForgeAdamW(model, lr=1e-5, weight_decay=0.0, update=update, state=moments)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     # Keeps dX flowing to the first layer without any weight gradient.

@@ -118,17 +118,29 @@ def test_every_tile_of_the_table(tile, shape, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(300, 192, 33), (300, 136, 5)])
-def test_chunks(shape, monkeypatch):
+@pytest.mark.parametrize("operand", [F32, BF16])
+def test_chunks(shape, operand, monkeypatch):
     """Rows of whole blocks go in chunks, others to the fused kernel."""
     monkeypatch.setattr(launch, "uses_chunks", lambda *_: True)
     monkeypatch.setattr(wgrad_chunks, "BUFFER_BYTES", 4 * 192 * 128)
     N, K, T = shape
     w, moments = quantized_setup("adamw", N, K, BF16)
-    pair = [(randn(T, N), randn(T, K, seed=1))]
+    pair = [(randn(T, N, dtype=operand), randn(T, K, dtype=operand, seed=1))]
     ours, twin = (w.clone(), copies(moments)), (w.clone(), copies(moments))
     for backend, (weights, state) in ((launch, ours), (reference, twin)):
         backend.wgrad_update_(weights, pair, state, "adamw", scalars_of("adamw"), rng_key=KEY)
     agree((ours[0], *ours[1]), (twin[0], *twin[1]))
+
+
+def test_8bit_moments_go_in_chunks_at_few_tokens_on_hopper(monkeypatch):
+    device = torch.device(DEVICE)
+    monkeypatch.setattr(plan, "_is_hopper", lambda _: True)
+    assert plan.uses_chunks(512, 4096, 4096, BF16, device, quantized=True)
+    assert not plan.uses_chunks(512, 4096, 4096, BF16, device)
+    assert not plan.uses_chunks(8192, 4096, 4096, BF16, device, quantized=True)
+    assert not plan.uses_chunks(512, 1024, 1024, BF16, device, quantized=True)
+    monkeypatch.setattr(plan, "_is_hopper", lambda _: False)
+    assert not plan.uses_chunks(512, 4096, 4096, BF16, device, quantized=True)
 
 
 @pytest.mark.parametrize("shape", [(5000,), (33, 130), (4, 3, 7, 7), (1, 1), ()])

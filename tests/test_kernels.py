@@ -153,15 +153,18 @@ def test_chunks_stay_below_the_buffer_and_end_with_a_block():
         rows = wgrad_chunks.chunk_rows(N, K)
         assert rows % wgrad_chunks.ROW_STEP == 0 and 0 < 4 * rows * K <= wgrad_chunks.BUFFER_BYTES
     assert wgrad_chunks.chunk_rows(4096, 4097) == 0  # its blocks would not end with a row
-    assert wgrad_chunks.chunk_rows(64, 1 << 17) == 0  # one step of rows exceeds the buffer
+    assert wgrad_chunks.chunk_rows(64, 1 << 18) == 0  # one step of rows exceeds the buffer
 
 
 def test_only_large_fp32_products_take_the_chunks(monkeypatch):
-    assert plan.uses_chunks(2048, 4096, 4096, F32) and not plan.uses_chunks(512, 4096, 4096, F32)
-    assert not plan.uses_chunks(2048, 4096, 4096, BF16)
-    assert not plan.uses_chunks(2049, 65, 130, F32)
+    device = torch.device(DEVICE)
+    assert plan.uses_chunks(2048, 4096, 4096, F32, device) and not plan.uses_chunks(
+        512, 4096, 4096, F32, device
+    )
+    assert not plan.uses_chunks(2048, 4096, 4096, BF16, device)
+    assert not plan.uses_chunks(2049, 65, 130, F32, device)
     monkeypatch.setattr(plan, "_tf32_is_allowed", lambda: True)
-    assert plan.uses_chunks(512, 4096, 4096, F32) and not plan.uses_chunks(33, 65, 130, F32)
+    assert plan.uses_chunks(512, 4096, 4096, F32, device) and not plan.uses_chunks(33, 65, 130, F32, device)
 
 
 def test_tf32_is_read_from_torch():

@@ -147,7 +147,8 @@ def _known_update(
         ValueError: as `wgrad_update_`.
     """
     dy_TN, x_TK = segment
-    if dy_TN.dtype == torch.float32 and dy_TN.ndim == weight.ndim == 2 and _chunk(weight, dy_TN, moments):
+    # torch's settings of the moment have a say in this one
+    if dy_TN.ndim == weight.ndim == 2 and _chunk(weight, dy_TN, moments):
         return None
     tensors = [dy_TN, x_TK, weight, low, coefficient]
     for moment in moments:
@@ -181,10 +182,12 @@ def _known_update(
 def _chunk(weight: torch.Tensor, dy_TN: torch.Tensor, moments: Sequence[Moment]) -> int:
     """Rows per chunk where the update goes in chunks, else 0."""
     N, K = weight.shape
-    if not uses_chunks(dy_TN.shape[0], N, K, dy_TN.dtype):
+    quantized = any(isinstance(moment, QuantizedMoment) for moment in moments)
+    if (quantized and K % BLOCK) or not uses_chunks(
+        dy_TN.shape[0], N, K, dy_TN.dtype, weight.device, quantized
+    ):
         return 0
-    straddles = K % BLOCK and any(isinstance(moment, QuantizedMoment) for moment in moments)
-    return 0 if straddles else chunk_rows(N, K)
+    return chunk_rows(N, K)
 
 
 def dense_update_(

@@ -10,7 +10,7 @@ Measured on an H200, ms for weights of 14336x4096 and 4096x4096, bf16 throughout
     cuBLAS in chunks    0.38 0.14    0.60 0.19    1.58
     cuBLAS' dW alone    0.10 0.04    0.31 0.10    1.20
 
-8-bit moments do best with 128x256 in parts of 64 columns at every T: larger parts spill.
+8-bit moments: 128x256 in parts of 64 columns, as larger parts spill; at few tokens see `uses_chunks`.
 
 Chunks lose although the 128x256 main loop is only as fast as cuBLAS: their gradient does not stay in the L2
 cache beside the weight and the moments, and each chunk is two launches.
@@ -64,6 +64,8 @@ ENOUGH_PROGRAMS = 66
 #: fp32 operands go to the vendor's GEMM in chunks from this many tokens and products on: 384x1536 at T=4096
 #: took 0.12 ms against 0.22, 4096x4096 at T=2048 1.43 against 1.51, but at T=512 0.47 against 0.40.
 CHUNK_TOKENS, CHUNK_PRODUCTS = 2048, 1 << 26
+#: Tokens up to which, and elements of the weight from which, updates with 8-bit moments go in chunks.
+QUANTIZED_CHUNK_TOKENS, QUANTIZED_CHUNK_SIZE = 4096, 1 << 23
 
 
 def update_tile(
@@ -96,14 +98,19 @@ def update_tile(
     return next((tile for tile in tiles if tile.programs(N, K) >= ENOUGH_PROGRAMS), GENERIC)
 
 
-def uses_chunks(T: int, N: int, K: int, operand: torch.dtype) -> bool:
-    """Whether `wgrad_chunks` takes the update: large fp32 products, at fewer tokens too if TF32 is allowed.
+def uses_chunks(
+    T: int, N: int, K: int, operand: torch.dtype, device: torch.device, quantized: bool = False
+) -> bool:
+    """Whether `wgrad_chunks` takes the update.
 
-    TF32 made 4096x4096 at T=512 0.23 ms, against 0.40 for the fused kernel, whose products are always IEEE.
+    fp32 operands: large products, at fewer tokens too if TF32 is allowed, which made 4096x4096 at T=512 0.23
+    ms, against 0.40 for the fused kernel, whose products are always IEEE. 16-bit operands: only where 8-bit
+    moments make the epilogue longer than the product, as the element-wise kernel does the same work with more
+    warps: 14336x4096 took 0.37 ms against 0.49 at T=512, 0.60 to 0.71 at 2048, 1.89 to 1.78 at 8192.
     """
-    return (
-        operand == torch.float32 and T * N * K >= CHUNK_PRODUCTS and (T >= CHUNK_TOKENS or _tf32_is_allowed())
-    )
+    if operand == torch.float32:
+        return T * N * K >= CHUNK_PRODUCTS and (T >= CHUNK_TOKENS or _tf32_is_allowed())
+    return quantized and T <= QUANTIZED_CHUNK_TOKENS and N * K >= QUANTIZED_CHUNK_SIZE and _is_hopper(device)
 
 
 def _tf32_is_allowed() -> bool:

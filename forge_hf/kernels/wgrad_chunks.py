@@ -2,8 +2,9 @@
 
     for rows:  G = dy[:, rows]^T x;   norm_sq += sum G^2;   w[rows], moments[rows] = rule(coefficient * G)
 
-For fp32 operands, which `torch.mm` multiplies as it is told to (IEEE, unless TF32 was allowed). The buffer of
-one chunk is the only part of the gradient that exists.
+For fp32 operands, which `torch.mm` multiplies as it is told to (IEEE, unless TF32 was allowed), and for 8-bit
+moments at few tokens (`plan.uses_chunks`). G is fp32 either way; the buffer of one chunk is the only part of
+the gradient that exists.
 Shapes: dy (T, N), x (T, K), weight and moments (N, K).
 """
 
@@ -21,7 +22,7 @@ from .rules import RuleArguments
 __all__ = ["chunk_rows", "launch_wgrad_chunks"]
 
 #: Bytes of a chunk's gradient.
-BUFFER_BYTES = 32 << 20
+BUFFER_BYTES = 64 << 20
 #: Rows of a chunk are a multiple of this; with K % 8 == 0 that makes whole blocks of the element-wise kernel.
 ROW_STEP = 128
 
@@ -46,15 +47,19 @@ def launch_wgrad_chunks(
 ) -> torch.Tensor | None:
     """Update on checked arguments, `chunk` rows of the weight (a multiple of ROW_STEP) at a time."""
     N, K = weight.shape
-    buffer = torch.empty((min(chunk, N), K), dtype=torch.float32, device=weight.device)
+    buffer = None
+    if dy_TN.dtype == torch.float32:
+        buffer = torch.empty((min(chunk, N), K), dtype=torch.float32, device=weight.device)
     partials = None
     if want_norm_sq:
         partials = torch.empty(triton.cdiv(N * K, BLOCK), dtype=torch.float32, device=weight.device)
     with torch.no_grad(), _no_autocast(weight.device.type):
         for first in range(0, N, chunk):
             last = min(first + chunk, N)
-            grad = buffer[: last - first]
-            torch.mm(dy_TN[:, first:last].t(), x_TK, out=grad)
+            if buffer is None:
+                grad = _fp32_product(dy_TN[:, first:last].t(), x_TK)
+            else:
+                grad = torch.mm(dy_TN[:, first:last].t(), x_TK, out=buffer[: last - first])
             if rows is not None:
                 add_rows(grad, rows, first)
             update_span(weight, grad, first * K // BLOCK, partials, arguments)
@@ -66,3 +71,14 @@ def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
+
+
+# torch.mm(..., out_dtype=) keeps cuBLAS' fp32 accumulator; it came with torch 2.8.
+_HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
+def _fp32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The product of 16-bit matrices in fp32."""
+    if left.is_cuda and _HAS_OUT_DTYPE:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
