@@ -3,10 +3,10 @@
     python benchmarks/llama8b_memory.py               # the README table; needs a GPU with 80 GB
     python benchmarks/llama8b_memory.py --shape tiny    # seconds, on any machine, to try the script
 
-Random weights in bf16, random tokens, the same batch for every optimizer; moments in bf16 unless the name says
-8-bit. Peak is torch.cuda.max_memory_allocated over the timed steps; time is the median of them. Every line runs in a process
-of its own, and all lines of a table come from one call. Writes CSV to --output (default: $OUT, else the
-current folder).
+Random weights in bf16, random tokens, the same batch for every optimizer; moments in bf16 unless the name
+says 8bit. Peak is torch.cuda.max_memory_allocated over the timed steps; time is the median of them. Every
+line runs in a process of its own, and all lines of a table come from one call. Writes CSV to --output
+(default: $OUT, else the current folder).
 """
 
 from __future__ import annotations

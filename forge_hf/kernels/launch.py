@@ -27,6 +27,7 @@ from .rules import rule_arguments
 from .tiles import INTERPRET
 from .wgrad_chunks import chunk_rows, launch_wgrad_chunks
 from .wgrad_gram import centred_gram_norm_sq
+from .wgrad_hopper import HopperUpdate, hopper_update
 from .wgrad_norm import gemm_norm_sq
 from .wgrad_update import FusedUpdate, fused_update
 
@@ -121,12 +122,29 @@ def wgrad_update_(
             return launch_wgrad_chunks(weight, dy_TN, x_TK, arguments, want_norm_sq, chunk, rows)
         if not weight.numel():
             return torch.zeros((), device=weight.device) if want_norm_sq else None
-        update = fused_update(weight, dy_TN, x_TK, moments, arguments.constants)
-        return update.run(weight, dy_TN, x_TK, arguments, want_norm_sq, rows)
+        if rows is None:
+            update = _choose(weight, dy_TN, x_TK, moments, arguments.constants, low)
+            return update.run(weight, dy_TN, x_TK, arguments, want_norm_sq)
+        tied = fused_update(weight, dy_TN, x_TK, moments, arguments.constants)
+        return tied.run(weight, dy_TN, x_TK, arguments, want_norm_sq, rows)
+
+
+def _choose(
+    weight: torch.Tensor,
+    dy_TN: torch.Tensor,
+    x_TK: torch.Tensor,
+    moments: Sequence[Moment],
+    constants: tuple[str, bool, bool],
+    low: torch.Tensor | None,
+) -> FusedUpdate | HopperUpdate:
+    """The kernel for one pair: Hopper's where it fits and was found faster, else the one for every card."""
+    return hopper_update(weight, dy_TN, x_TK, moments, constants, low) or fused_update(
+        weight, dy_TN, x_TK, moments, constants
+    )
 
 
 #: Updates that were checked once, by all that matters about their tensors.
-_KNOWN: dict[tuple[object, ...], FusedUpdate] = {}
+_KNOWN: dict[tuple[object, ...], FusedUpdate | HopperUpdate] = {}
 #: Batches of many lengths would let them grow without end.
 _MOST_KNOWN = 4096
 
@@ -140,7 +158,7 @@ def _known_update(
     coefficient: torch.Tensor | None,
     rng_key: int | None,
     low: torch.Tensor | None,
-) -> FusedUpdate | None:
+) -> FusedUpdate | HopperUpdate | None:
     """Launches of a fused update of one pair, or None where another path is taken; checks what is new.
 
     Raises:
@@ -173,7 +191,7 @@ def _known_update(
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()
         constants = (rule, bool(scalars.nesterov), rng_key is not None)
-        known = _KNOWN[key] = fused_update(weight, dy_TN, x_TK, moments, constants)
+        known = _KNOWN[key] = _choose(weight, dy_TN, x_TK, moments, constants, low)
     elif rng_key is not None and not 0 <= rng_key < 1 << 32:
         raise ValueError(f"rng_key must be in [0, 2**32), got {rng_key}")
     return known
