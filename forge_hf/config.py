@@ -21,8 +21,23 @@ class ForgeConfigError(ValueError):
     """An option is unknown, has the wrong type, or is out of range."""
 
 
+#: Settings that have their own arguments, and where.
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "learning_rate": "learning_rate",
+    "weight_decay": "weight_decay",
+    "betas": "adam_beta1 and adam_beta2",
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "eps": "adam_epsilon",
+    "max_grad_norm": "max_grad_norm",
+}
+
+
 def _nearest(name: str, valid: list[str]) -> str:
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
+    if name in _ELSEWHERE:
+        return f"it is an argument of its own (in TrainingArguments: {_ELSEWHERE[name]})."
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     hint = f"did you mean '{close[0]}'? " if close else ""
     return f"{hint}Valid: {', '.join(valid)}."
 
@@ -67,7 +82,10 @@ def parse_optim_args(optim_args: str | Mapping[str, Any] | None) -> dict[str, An
     for entry in filter(None, (part.strip() for part in optim_args.split(","))):
         name, equals, value = (piece.strip() for piece in entry.partition("="))
         if not (name and equals and value):
-            raise ForgeConfigError(f"optim_args entry '{entry}' is not of the form name=value.")
+            raise ForgeConfigError(
+                f"optim_args entry '{entry}' is not of the form name=value. "
+                "Fix: separate options by commas, as in 'update=step,state=bf16'."
+            )
         if name in result:
             raise ForgeConfigError(f"optim_args gives '{name}' twice.")
         result[name] = value
@@ -89,8 +107,8 @@ class ForgeConfig:
 
     Attributes:
         update: When a weight is updated: "backward" (as soon as its gradient is complete), "step" (in
-            `optimizer.step()`), or "auto": "backward" when nothing has to see all gradients first, else
-            "step".
+            `optimizer.step()`), or "auto": in the Trainer "backward" when nothing has to see all gradients
+            first, else "step"; "step" in loops of your own.
         clip: "exact", or "lagged" (only with `update="backward"`): the clip coefficient of the previous step.
         state: Storage of the moments: "fp32", "bf16", "8bit" (one byte and a 64th per element; tensors under
             4,096 elements stay fp32), or "auto": fp32 for fp32 weights, bf16 for 16-bit weights.

@@ -71,7 +71,7 @@ REFUSALS: dict[str, str] = {
     ),
     "clip_in_backward": (
         "Clipping by max_norm={max_norm} needs the norm of all gradients before the first update, but "
-        "update='backward' has already applied them. Fix, one of: max_grad_norm=0 (no clipping); "
+        "update='backward' applies each at once. Fix, one of: max_grad_norm=0 (no clipping); "
         "optim_args='update=step' (exact); optim_args='update=backward,clip=lagged' (coefficient of the "
         "previous step)."
     ),
@@ -110,7 +110,7 @@ REFUSALS: dict[str, str] = {
     ),
     "forward_after_update": (
         "'{param}' was already updated in this step (update='backward'), and another forward before step() "
-        "was about to read it, a step ahead of the rest of the model. Fix: run that forward before "
+        "(a second micro-batch or loss?) was about to read it, a step ahead of the rest of the model. Fix: run that forward before "
         "backward() or after step(), use update='step', or put all but the last backward in `with "
         "optimizer.no_sync():`. The model is now partly updated: load a checkpoint."
     ),

@@ -1,4 +1,4 @@
-"""The Hopper kernel gives the bits of the general one; it runs on an H100 or H200 with Triton 3.6 only."""
+"""The Hopper kernel gives the bits of the general one: needs an H100 or H200, Triton 3.6, FORGE_HF_HOPPER=1."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kernel_cases import (
 )
 
 HERE = DEVICE == "cuda" and wgrad_hopper.COMPILES and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HERE, reason="needs an H100 or H200 and Triton 3.6")
+on_hopper = pytest.mark.skipif(not HERE, reason="needs an H100 or H200, Triton 3.6, FORGE_HF_HOPPER=1")
 TILES = pytest.mark.parametrize("tile", [wgrad_hopper.SQUARE, wgrad_hopper.WIDE], ids=["square", "wide"])
 
 
