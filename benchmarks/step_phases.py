@@ -1,4 +1,4 @@
-"""Where the time of a training step goes on the host: forward, backward, clipping, step, and waiting for the GPU.
+"""Where the time of a training step goes on the host: forward, backward, clipping, step, waiting for the GPU.
 
     PYTHONPATH=. python benchmarks/step_phases.py [--layers 16] [--length 512] [--steps 8]
 

@@ -40,9 +40,9 @@ def demo(
     output_dir: Annotated[Path, typer.Option(help="Where the results go.")] = Path("forge_hf_demo"),
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model and 20 steps: seconds.")] = False,
 ) -> None:
-    """Train a small RoBERTa twice, with adamw_torch and with ours, and compare. No downloads; some minutes.
+    """Train a small RoBERTa twice, with adamw_torch and with ours, and compare. No downloads.
 
-    Prints loss, accuracy, memory and time side by side, and writes a plot. The exit code is 1 if forge_adamw
+    Takes a minute or two on two idle cores. Prints loss, accuracy, memory and time side by side, and writes a plot. The exit code is 1 if forge_adamw
     does not end where adamw_torch does.
     """
     from rich.console import Console

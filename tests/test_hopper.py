@@ -1,4 +1,4 @@
-"""The Hopper kernel gives the bits of the general one: needs an H100 or H200, Triton 3.6, FORGE_HF_HOPPER=1."""
+"""The Hopper kernel gives the bits of the general one: needs a Hopper card, Triton 3.6, FORGE_HF_HOPPER=1."""
 
 from __future__ import annotations
 
