@@ -42,8 +42,8 @@ def demo(
 ) -> None:
     """Train a small RoBERTa twice, with adamw_torch and with ours, and compare. No downloads.
 
-    Takes a minute or two on two idle cores. Prints loss, accuracy, memory and time side by side, and writes a plot. The exit code is 1 if forge_adamw
-    does not end where adamw_torch does.
+    Takes a minute or two on two idle cores. Prints loss, accuracy, memory and time side by side, and writes a
+    plot. The exit code is 1 if forge_adamw does not end where adamw_torch does.
     """
     from rich.console import Console
 

@@ -111,7 +111,8 @@ REFUSALS: dict[str, str] = {
     "forward_after_update": (
         "'{param}' was already updated in this step (update='backward'), and another forward before step() "
         "(a second micro-batch or loss?) was about to read it, a step ahead of the rest of the model. Fix: "
-        "run that forward before backward() or after step(), use update='step', or put all but the last backward in `with "
+        "run that forward before backward() or after step(), use update='step', or put all but the last "
+        "backward in `with "
         "optimizer.no_sync():`. The model is now partly updated: load a checkpoint."
     ),
     "settings_changed": (
