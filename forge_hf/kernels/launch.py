@@ -17,8 +17,9 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ..quantized import BLOCK, Moment, QuantizedMoment, rows_and_columns
+from ..quantized import BLOCK, Moment, QuantizedMoment
 from ..scalars import StepScalars
+from .checks import Lookup, Segment, check_lookups, check_update, merge
 from .elementwise import launch_dense_update
 from .embedding import accumulate_rows, launch_table_update, rows_norm_sq, sum_rows
 from .norm_plan import gram_is_cheaper
@@ -40,15 +41,6 @@ __all__ = [
     "wgrad_norm_sq",
     "wgrad_update_",
 ]
-
-Segment = tuple[torch.Tensor, torch.Tensor]
-Lookup = tuple[torch.Tensor, torch.Tensor]
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_MOMENTS = (torch.float32, torch.bfloat16)
-# First moments are signed, second ones are not.
-_CODES = (torch.int8, torch.uint8)
-_MOMENT_COUNTS = {"adamw": (2,), "lion": (1,), "sgd": (0, 1)}
 
 
 def available(tensor: torch.Tensor) -> bool:
@@ -103,12 +95,12 @@ def wgrad_update_(
             if known is not None:
                 arguments = rule_arguments(rule, scalars, coefficient, rng_key, moments, low, weight.device)
                 return known.run(weight, *segments[0], arguments, want_norm_sq)
-        _check_update(weight, moments, rule, coefficient, rng_key, low)
+        check_update(weight, moments, rule, coefficient, rng_key, low)
         if weight.ndim != 2:
             raise ValueError(f"weight must be 2-D (N, K), got shape {tuple(weight.shape)}")
         N, K = weight.shape
-        dy_TN, x_TK = _merge(segments, N, K, weight)
-        _check_lookups(lookups, K, weight)
+        dy_TN, x_TK = merge(segments, N, K, weight)
+        check_lookups(lookups, K, weight)
         arguments = rule_arguments(rule, scalars, coefficient, rng_key, moments, low, weight.device)
         rows, norm_sq = None, None
         if any(ids.shape[0] for ids, _ in lookups):
@@ -182,10 +174,10 @@ def _known_update(
     )
     known = _KNOWN.get(key)
     if known is None:
-        _check_update(weight, moments, rule, coefficient, rng_key, low)
+        check_update(weight, moments, rule, coefficient, rng_key, low)
         if weight.ndim != 2 or not (weight.numel() and dy_TN.ndim == 2 and dy_TN.shape[0]):
             return None
-        pair = _merge([segment], weight.shape[0], weight.shape[1], weight)
+        pair = merge([segment], weight.shape[0], weight.shape[1], weight)
         if pair[0] is not dy_TN or pair[1] is not x_TK:
             return None
         if len(_KNOWN) >= _MOST_KNOWN:
@@ -234,7 +226,7 @@ def dense_update_(
     Raises:
         ValueError: shapes, dtypes, strides or devices do not fit.
     """
-    _check_update(weight, moments, rule, coefficient, rng_key, low)
+    check_update(weight, moments, rule, coefficient, rng_key, low)
     if grad.shape != weight.shape or not grad.is_floating_point() or grad.device != weight.device:
         raise ValueError(
             f"grad {tuple(grad.shape)} {grad.dtype} on {grad.device} does not fit "
@@ -257,15 +249,15 @@ def wgrad_norm_sq(segments: Sequence[Segment], lookups: Sequence[Lookup] = ()) -
         raise ValueError("wgrad_norm_sq needs at least one segment or lookup (it may have no tokens)")
     if not segments:
         like = lookups[0][1]
-        _check_lookups(lookups, like.shape[-1], like)
+        check_lookups(lookups, like.shape[-1], like)
         with _on(like):
             return rows_norm_sq(lookups)
     dy, x = segments[0]
     if dy.ndim != 2 or x.ndim != 2:
         raise ValueError(f"segments must be 2-D pairs, got {tuple(dy.shape)} and {tuple(x.shape)}")
-    dy_TN, x_TK = _merge(segments, dy.shape[1], x.shape[1], dy)
+    dy_TN, x_TK = merge(segments, dy.shape[1], x.shape[1], dy)
     (T, N), K = dy_TN.shape, x_TK.shape[1]
-    _check_lookups(lookups, K, dy)
+    check_lookups(lookups, K, dy)
     looked_up = any(ids.shape[0] for ids, _ in lookups)
     with _on(dy):
         if looked_up and not T:
@@ -286,7 +278,7 @@ def accumulate_lookups_(buffer: torch.Tensor, lookups: Sequence[Lookup]) -> None
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
-    _check_lookups(lookups, buffer.shape[1], buffer)
+    check_lookups(lookups, buffer.shape[1], buffer)
     with _on(buffer):
         accumulate_rows(buffer, lookups)
 
@@ -296,91 +288,3 @@ def _on(tensor: torch.Tensor) -> AbstractContextManager[object]:
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)
-
-
-def _merge(segments: Sequence[Segment], N: int, K: int, like: torch.Tensor) -> Segment:
-    """One pair out of all segments that have tokens; an empty pair where none has."""
-    for dy, x in segments:
-        if dy.ndim != 2 or dy.shape[1] != N or x.shape != (dy.shape[0], K):
-            raise ValueError(f"segment {tuple(dy.shape)}, {tuple(x.shape)} is not (T, {N}), (T, {K})")
-        if dy.dtype != x.dtype or dy.dtype not in _FLOATS:
-            raise ValueError(f"segment dtypes {dy.dtype}, {x.dtype} must be the same one of {_FLOATS}")
-        if dy.device != like.device or x.device != like.device:
-            raise ValueError(f"segment on {dy.device} and {x.device}, expected {like.device}")
-    held = [(dy, x) for dy, x in segments if dy.shape[0]]
-    if not held:
-        return like.new_empty((0, N)), like.new_empty((0, K))
-    if len(held) == 1:
-        return _addressable(held[0][0]), _addressable(held[0][1])
-    dtype = functools.reduce(torch.promote_types, (dy.dtype for dy, _ in held))
-    return torch.cat([dy.to(dtype) for dy, _ in held]), torch.cat([x.to(dtype) for _, x in held])
-
-
-def _check_lookups(lookups: Sequence[Lookup], K: int, like: torch.Tensor) -> None:
-    for ids, dy in lookups:
-        if ids.ndim != 1 or dy.shape != (ids.shape[0], K):
-            raise ValueError(f"lookup {tuple(ids.shape)}, {tuple(dy.shape)} is not (T,), (T, {K})")
-        if ids.dtype not in (torch.int32, torch.int64) or dy.dtype not in _FLOATS:
-            raise ValueError(f"lookup dtypes {ids.dtype}, {dy.dtype} must be integer and one of {_FLOATS}")
-        if ids.device != like.device or dy.device != like.device:
-            raise ValueError(f"lookup on {ids.device} and {dy.device}, expected {like.device}")
-
-
-def _addressable(operand: torch.Tensor) -> torch.Tensor:
-    """The operand with one unit stride; without, no load is wider than an element and a copy is cheaper."""
-    return operand if 1 in operand.stride() else operand.contiguous()
-
-
-def _check_update(
-    weight: torch.Tensor,
-    moments: Sequence[Moment],
-    rule: str,
-    coefficient: torch.Tensor | None,
-    rng_key: int | None,
-    low: torch.Tensor | None,
-) -> None:
-    if rule not in _MOMENT_COUNTS:
-        raise ValueError(f"unknown rule {rule!r}; valid: {', '.join(_MOMENT_COUNTS)}")
-    counts = _MOMENT_COUNTS[rule]
-    if len(moments) not in counts:
-        raise ValueError(f"{rule} takes {' or '.join(map(str, counts))} moments, got {len(moments)}")
-    if weight.dtype not in _FLOATS or not weight.is_contiguous():
-        raise ValueError(
-            f"weight must be contiguous and one of {_FLOATS}, got {weight.dtype}, strides {weight.stride()}"
-        )
-    for index, moment in enumerate(moments):
-        if isinstance(moment, QuantizedMoment):
-            _check_like("codes of a moment", moment.codes, weight, (_CODES[index],))
-            rows, columns = rows_and_columns(weight.shape)
-            _check_like(
-                "scale of a moment", moment.scale, weight, (torch.uint8,), (rows, -(-columns // BLOCK))
-            )
-        else:
-            _check_like("moment", moment, weight, _MOMENTS)
-    if low is not None:
-        if weight.dtype != torch.bfloat16:
-            raise ValueError(f"low bits belong to a bfloat16 weight, not {weight.dtype}")
-        _check_like("low bits", low, weight, (torch.int8, torch.int16))
-    if coefficient is not None and (
-        coefficient.ndim or coefficient.dtype != torch.float32 or coefficient.device != weight.device
-    ):
-        raise ValueError(f"coefficient must be a 0-d float32 tensor on {weight.device}")
-    if rng_key is not None and not 0 <= rng_key < 1 << 32:
-        raise ValueError(f"rng_key must be in [0, 2**32), got {rng_key}")
-
-
-def _check_like(
-    what: str,
-    tensor: torch.Tensor,
-    weight: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    shape: tuple[int, ...] | None = None,
-) -> None:
-    shape = weight.shape if shape is None else shape
-    if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
-        raise ValueError(
-            f"a {what} must be contiguous, of shape {tuple(shape)} and one of {dtypes}, "
-            f"got {tuple(tensor.shape)}, {tensor.dtype}, {tensor.stride()}"
-        )
-    if tensor.device != weight.device:
-        raise ValueError(f"{what} on {tensor.device}, weight on {weight.device}")
