@@ -226,6 +226,8 @@ def test_wrong_formats_are_refused():
     for state, options in bad:
         with pytest.raises(ValueError, match="must be contiguous"):
             launch.wgrad_update_(w, pair, state, "adamw", s, **options)
+    with pytest.raises(ValueError, match="either all moments"):
+        launch.wgrad_update_(w, pair, (moments[0], randn(8, 64).square()), "adamw", s)
     with pytest.raises(ValueError, match="bfloat16 weight"):
         low = torch.zeros(8, 64, dtype=torch.int8, device=DEVICE)
         launch.wgrad_update_(w.float(), pair, moments, "adamw", s, low=low)

@@ -77,6 +77,8 @@ def check_update(
         raise ValueError(
             f"weight must be contiguous and one of {FLOATS}, got {weight.dtype}, strides {weight.stride()}"
         )
+    if len({isinstance(moment, QuantizedMoment) for moment in moments}) > 1:
+        raise ValueError("either all moments of a weight are 8-bit or none is")
     for index, moment in enumerate(moments):
         if isinstance(moment, QuantizedMoment):
             _check_like("codes of a moment", moment.codes, weight, (_CODES[index],))
