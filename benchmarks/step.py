@@ -5,8 +5,8 @@
     python benchmarks/step.py --shape tiny                     # any machine, to try the script
 
 Random weights and tokens, the same for every line. `step_ms` is the median over the timed steps, from before
-the forward to after zero_grad; `peak_gib` is torch.cuda.max_memory_allocated over the same steps. weight_decay
-is 0 everywhere. "fp32" settings hold fp32 weights and run under bf16 autocast. A line that runs out of memory
+the forward to after zero_grad; `peak_gib` is torch.cuda.max_memory_allocated over the same steps. No line
+decays weights. "fp32" settings hold fp32 weights and run under bf16 autocast. A line that runs out of memory
 or whose package is missing is a result and says so; any other failure makes the exit status 1. FlashAdamW is
 from flashoptim, AdamW8bit from bitsandbytes. The CSV goes to --output (default: $OUT, else the current
 folder) and is rewritten after every line.
