@@ -244,6 +244,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Run and print."""
+    # transformers and bitsandbytes try `import kernels`, a package; beside this script lies another kernels.py.
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
     options = parse()
     if not torch.cuda.is_available() or not launch.available(torch.zeros((), device="cuda")):
         print("no GPU that the kernels support", file=sys.stderr)

@@ -293,6 +293,8 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=90, help="seconds for one line")
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--one", nargs=2, metavar=("LINE", "SETTING"), help=argparse.SUPPRESS)
+    # transformers and bitsandbytes try `import kernels`, a package; beside this script lies another kernels.py.
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
     arguments = parser.parse_args()
     if arguments.one:
         name, setting = arguments.one
