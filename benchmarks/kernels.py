@@ -244,7 +244,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Run and print."""
-    # transformers and bitsandbytes try `import kernels`, a package; beside this script lies another kernels.py.
+    # transformers and bitsandbytes try `import kernels`, a package, and would find the file of this folder.
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
     options = parse()
     if not torch.cuda.is_available() or not launch.available(torch.zeros((), device="cuda")):

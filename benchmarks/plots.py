@@ -101,7 +101,12 @@ def plot_kernels(rows: list[Row], path: Path) -> None:
     columns = min(len(shapes), 4)
     height = -(-len(shapes) // columns)
     figure, grid = plt.subplots(
-        height, columns, figsize=(3.4 * columns, 3.1 * height + 1), squeeze=False, layout="constrained"
+        height,
+        columns,
+        figsize=(3.4 * columns, 3.1 * height + 1),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
     )
     for axes in grid.flat[len(shapes) :]:
         axes.axis("off")
