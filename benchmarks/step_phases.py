@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/step_phases.py [--layers 16] [--length 512] [--steps 8]
 
 Half of a Llama-3.1-8B by default (16 layers, bf16 weights, random), batch 1, no checkpointing. All lines come
-from one process, one after the other, so their peak memory is not comparable; `llama8b_memory.py` measures
+from one process, one after the other, so their peak memory is not comparable; `step.py` measures
 that. Medians in ms; "wait" is what the GPU still had to do when Python was through.
 """
 
@@ -14,7 +14,7 @@ import statistics
 import time
 
 import torch
-from llama8b_memory import SHAPES
+from step import SHAPES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import forge_hf
