@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import forge_hf  # noqa: F401
-from tests.tolerances import WAY_FP32
+from tests.tolerances import WAY_8BIT, WAY_FP32
 from tests.trainer_runs import distance, train
 
 SAVING = {"save_strategy": "steps", "save_steps": 4, "dropout": 0.1}
@@ -36,6 +36,22 @@ def test_resume_is_bit_equal(tmp_path, kind, mode, dtype):
     for left, right in zip(_state(whole), _state(resumed), strict=True):
         assert left.keys() == right.keys()
         assert all(torch.equal(left[key], right[key]) and left[key].dtype == right[key].dtype for key in left)
+
+
+@pytest.mark.parametrize("mode", ["step", "backward"])
+@pytest.mark.parametrize("optim", ["forge_adamw_8bit", "forge_lion_8bit"])
+@pytest.mark.parametrize("kind", ["llama", "roberta"])
+def test_8bit_runs_stay_near_and_resume_bit_equal(tmp_path, monkeypatch, kind, optim, mode):
+    monkeypatch.setattr("forge_hf.state.SMALLEST_QUANTIZED", 256)
+    settings = {**SAVING, **MODES[mode]}
+    full = train(tmp_path / "full", kind, optim.removesuffix("_8bit"), **settings)
+    whole = train(tmp_path / "whole", kind, optim, **settings)
+    resumed = train(tmp_path / "again", kind, optim, resume=checkpoint(tmp_path / "whole"), **settings)
+    assert torch.equal(whole.end, resumed.end)
+    assert torch.int8 in {entry["exp_avg"].dtype for entry in _state(whole)}
+    for left, right in zip(_state(whole), _state(resumed), strict=True):
+        assert all(torch.equal(left[key], right[key]) and left[key].dtype == right[key].dtype for key in left)
+    assert 0 < distance(whole, full) < WAY_8BIT
 
 
 def _state(run):
