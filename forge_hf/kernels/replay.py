@@ -28,7 +28,7 @@ def alignment(*tensors: torch.Tensor) -> tuple[bool, ...]:
 class Launch:
     """One kernel, its grid, and all its arguments but the tensors, which come first in its signature."""
 
-    __slots__ = ("_constants", "_grid", "_kernel", "_numbers", "_options", "_rest", "_runner")
+    __slots__ = ("_constants", "_grid", "_kernel", "_numbers", "_options", "_rest", "_runners")
 
     def __init__(
         self,
@@ -56,13 +56,18 @@ class Launch:
         self._grid = (*grid, 1, 1)[:3]
         self._options = {**LAUNCH_OPTIONS, **options}
         self._rest = (*numbers, *constants.values())
-        self._runner: Any = None
+        self._runners: dict[tuple[bool, ...], Any] = {}
 
     def __call__(self, *tensors: Any) -> None:
-        """Launch on the current device and stream, which must be the same device each time."""
-        if self._runner is not None:
-            self._runner(*tensors, *self._rest)
+        """Launch on the current device and stream, which must be the same device each time.
+
+        A None among the tensors is compiled in, so each pattern of them has a kernel of its own.
+        """
+        absent = tuple([tensor is None for tensor in tensors])
+        runner = self._runners.get(absent)
+        if runner is not None:
+            runner(*tensors, *self._rest)
             return
         compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants, **self._options)
         if REPLAYS:
-            self._runner = compiled[self._grid]
+            self._runners[absent] = compiled[self._grid]
