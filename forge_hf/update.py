@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import ForgeConfig
+from .config import ForgeConfig, refuse
 from .dispatch import backend_for
 from .gradient import FactoredGradient
 from .quantized import Moment
@@ -16,6 +16,9 @@ from .scalars import StepScalars
 from .state import LOW_BITS, allocate_low_bits, allocate_moment, moment_of, rounding_key
 
 __all__ = ["apply_"]
+
+#: dtypes of weights that the backends update.
+TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def apply_(
@@ -78,6 +81,8 @@ def _moments(
     rule: Rule, config: ForgeConfig, group: dict[str, Any], state: dict[str, Any], parameter: Tensor
 ) -> tuple[Moment, ...]:
     if "step" not in state:
+        if parameter.dtype not in TRAINABLE:  # cast after the optimizer was built
+            raise refuse("dtype", param="a parameter", dtype=parameter.dtype)
         state["step"] = torch.zeros((), dtype=torch.float32)
         allocate_low_bits(state, config.weight_bits, parameter)
     names = rule.moment_names(group)

@@ -37,7 +37,7 @@ class Compiled:
 
 
 def test_each_pattern_of_absent_tensors_has_its_own_kernel(monkeypatch):
-    """A kernel compiled without the norm leaves the partials unwritten, one with it would write through None."""
+    """A kernel compiled without the norm leaves the partials unwritten, one with it writes through None."""
     monkeypatch.setattr(replay, "REPLAYS", True)
     kernel = Kernel()
     launch = replay.Launch(kernel, (4,), (7,), {"FLAG": True})

@@ -168,6 +168,15 @@ def test_spoiled_checkpoints_load_nothing(spoil):
         assert all(torch.equal(want[key], got[key]) for key in want)
 
 
+def test_a_cast_after_building_is_refused_where_it_cannot_be_trained():
+    model = model_of()
+    optimizer = forge_hf.ForgeAdamW(model)
+    model.double()
+    model(torch.randn(4, 96).double()).square().mean().backward()
+    with pytest.raises(ForgeRefusal, match="float64"):
+        optimizer.step()
+
+
 def test_low_bits_need_bf16_weights():
     with pytest.raises(ForgeConfigError, match="fp16"):
         forge_hf.ForgeAdamW(model_of(torch.float16), weight_bits=24)
