@@ -215,3 +215,19 @@ def test_quick_settings_are_smaller_in_every_way():
     quick, full = DemoSettings.quick(), DemoSettings()
     for name in ("steps", "hidden", "layers", "batch_size", "eval_rows"):
         assert getattr(quick, name) < getattr(full, name)
+
+
+def test_without_a_terminal_the_progress_is_lines(capsys):
+    """A log that stands still for minutes looks hung."""
+    import io
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    out = io.StringIO()
+    with Progress(console=Console(file=out, force_terminal=False)) as progress:
+        task = progress.add_task("forge_adamw", total=40)
+        for step in range(1, 41):
+            demo_module._show_step(progress, task, step)
+    lines = [line for line in out.getvalue().splitlines() if "step" in line]
+    assert lines[:2] == ["forge_adamw: step 4 of 40", "forge_adamw: step 8 of 40"] and len(lines) == 10

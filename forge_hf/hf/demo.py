@@ -154,7 +154,11 @@ def train_in_subprocess(spec: dict[str, Any], on_step: Callable[[int], None]) ->
 
 
 def _show_step(progress: Any, task: Any, step: int) -> None:
+    """Move the bar; where there is no terminal to draw it on, print a line at every tenth."""
     progress.update(task, completed=step)
+    console, total = progress.console, int(progress.tasks[task].total)
+    if not console.is_terminal and step * 10 // total > (step - 1) * 10 // total:
+        console.print(f"{progress.tasks[task].description}: step {step} of {total}")
 
 
 def _train_both(settings: DemoSettings, directory: Path, console: Any) -> list[dict[str, Any]]:

@@ -69,7 +69,8 @@ def notes(runs: list[dict[str, Any]], batch_size: int, steps: int) -> str:
         f"{steps} steps of {batch_size} sentences, clipping at 1.0, warm-up and decay, on {one['device']}.\n"
         f"Accuracy: always guessing the commoner label scores {one['majority']:.3f}.\n"
         "Seam: most gradient bytes alive between backward and step (.grad, and what is held instead).\n"
-        f"Peak memory: {memory}; it contains moments, activations and gradients, not the weights."
+        f"Peak memory: {memory}; it contains moments, activations and gradients, not the weights.\n"
+        "Times: one run after the other, so whatever else the machine does counts for one of them only."
     )
 
 
