@@ -19,6 +19,7 @@ from .embedding_models import (
     EVERY_MODEL,
     LENGTH,
     VOCABULARY,
+    WIDTH,
     Checkpointed,
     Outside,
     Padded,
@@ -334,12 +335,11 @@ def test_ids_may_be_overwritten_and_output_gradients_be_shared(mode):
     class Added(Untied):
         def __init__(self) -> None:
             super().__init__()
-            self.bias = nn.Parameter(torch.zeros(2, LENGTH, WIDTH_OF))
+            self.bias = nn.Parameter(torch.zeros(2 * LENGTH, WIDTH))
 
         def embed(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.words(ids) + self.bias
+            return self.words(ids) + self.bias.view(2, LENGTH, WIDTH)  # whose gradient is a view of dY
 
-    WIDTH_OF = 8
     model, theirs = build(Added), build(Added)
     optimizers = ForgeSGD(model, lr=0.5, update=mode), torch.optim.SGD(theirs.parameters(), lr=0.5)
     for net, optimizer in zip((model, theirs), optimizers, strict=True):
@@ -384,3 +384,37 @@ def test_fp16_loss_scale_finds_infinite_gradients_of_a_table():
     scaler.update()
     assert torch.equal(model.words.weight, before)
     assert scaler.get_scale() == 1.0
+
+
+class NoGradient(torch.autograd.Function):
+    """Passes no gradient on."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+def test_an_output_without_a_gradient_gives_the_table_none():
+    model = build(Tied)
+    optimizer = ForgeAdamW(model, update="backward")
+    ids = torch.tensor([[1, 2]])
+    (NoGradient.apply(model.words(ids)).sum() + model.block(torch.ones(1, WIDTH)).sum()).backward()
+    optimizer.step()
+    assert "step" in optimizer.state[model.block.weight]
+    assert "step" not in optimizer.state[model.words.weight]
+    assert same_bits(model.words, build(Tied).words)
+
+
+def test_a_changed_output_gradient_is_refused_before_anything_moves():
+    model = build(Untied)
+    optimizer = ForgeAdamW([model.head.weight, model.words.weight], attach_to=model)
+    loss_of(model, 0).backward()
+    before = copy.deepcopy(model)
+    slot_of(model.words.weight).gradient.looked_up[0].dy_TK.add_(1.0)
+    with pytest.raises(ForgeRefusal, match="The output gradient of 'words.weight' was changed in place"):
+        optimizer.step()
+    assert same_bits(model, before)
