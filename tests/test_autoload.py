@@ -157,7 +157,7 @@ def test_torchrun_and_accelerate_launch_train_a_script_that_never_heard_of_us(tm
     for name, launcher in launchers.items():
         ours, _ = run([*launcher, *arguments, "forge_adamw"], PATH=path)
         assert ours["optimizer"] == "ForgeAdamW", name
-        # Per layer: query, key, value, attention output, intermediate, output; head: 2; embeddings: 3.
+        # Per layer: query, key, value, attention output, intermediate, output; the head's two; three tables.
         assert ours["pairs"] == 2 * 6 + 2 + 3, name
         assert (ours["wrapper"] == "DistributedDataParallel") == (name == "torchrun"), name
         assert ours["weights"] == pytest.approx(baseline["weights"], abs=1e-6), name

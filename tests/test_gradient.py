@@ -177,13 +177,29 @@ def test_write_into_a_held_output_gradient_of_a_table_is_noticed():
         gradient.lookups()
 
 
-def test_use_of_lookups_counts_in_the_bound():
-    """ids and dY of 6 tokens fit 10 rows in fp32, but not with their sums by row."""
-    gradient = FactoredGradient(weight(10, 30))
-    gradient.add_lookup(torch.arange(3), torch.randn(3, 30))
-    assert gradient.buffer is None
-    gradient.add_lookup(torch.arange(3), torch.randn(3, 30))
-    assert gradient.buffer is not None and not gradient.looked_up
+@pytest.mark.parametrize(
+    "n, k, fitting, too_many, why",
+    [
+        (10, 30, [3], [5], "ids and dY fit, but not with their sums by row"),
+        (100, 2, [10], [15], "nor with the index of the rows and the sorted ids"),
+        (50, 30, [9], [9, 9], "nor with one dY made of two"),
+    ],
+)
+def test_use_of_lookups_counts_in_the_bound(n, k, fitting, too_many, why):
+    for tokens, dense in ((fitting, False), (too_many, True)):
+        gradient = FactoredGradient(weight(n, k))
+        for t in tokens:
+            gradient.add_lookup(torch.arange(t, dtype=torch.int32), torch.randn(t, k))
+        assert (gradient.buffer is not None) is dense, why
+        assert len(gradient.looked_up) == (0 if dense else len(tokens))
+        assert sum(t * (k + 1) * 4 for t in tokens) < gradient.dense_bytes
+
+
+def test_small_view_of_a_big_output_gradient_is_copied():
+    big = torch.randn(1000, 30)
+    gradient = FactoredGradient(weight(20, 30))
+    gradient.add_lookup(torch.arange(3, dtype=torch.int32), big[10:13])
+    assert gradient.held_bytes() == 3 * (30 + 1) * 4
 
 
 @pytest.mark.parametrize("tokens", [[3], [40], [2, 5, 1]])
