@@ -71,8 +71,7 @@ def test_it_is_taken_for_large_weights_and_repeats_its_bits():
 def test_what_it_does_not_fit_falls_back(monkeypatch):
     """The choice needs no card: whatever is not whole tiles of 16-bit storage goes to the general kernel."""
     monkeypatch.setattr(wgrad_hopper, "COMPILES", True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(wgrad_hopper, "_on_cuda", lambda _: True)
+    monkeypatch.setattr(wgrad_hopper, "is_hopper", lambda _: True)
     monkeypatch.setattr(wgrad_hopper, "LARGE", 1)
 
     def chosen(weight=BF16, moment=BF16, operand=BF16, N=256, K=512, T=64, x_stride=1):

@@ -189,14 +189,14 @@ def test_descriptors_give_the_same_norm(shape, monkeypatch):
 def test_norm_tile_of_every_card(monkeypatch):
     device = torch.device(DEVICE)
     for hopper, tile in ((False, norm_plan.GENERIC), (True, norm_plan.HOPPER_NORM)):
-        monkeypatch.setattr(norm_plan, "_is_hopper", lambda _, hopper=hopper: hopper)
+        monkeypatch.setattr(norm_plan, "is_hopper", lambda _, hopper=hopper: hopper)
         assert norm_plan.norm_tile(4096, 4096, BF16, device) == tile
         assert norm_plan.norm_tile(384, 384, BF16, device) == norm_plan.GENERIC
         assert norm_plan.norm_tile(4096, 4096, F32, device) == norm_plan.FP32
 
 
 def test_descriptors_only_where_they_can_and_pay(monkeypatch):
-    monkeypatch.setattr(norm_plan, "_is_hopper", lambda device: device.type == "cuda")
+    monkeypatch.setattr(norm_plan, "is_hopper", lambda device: device.type == "cuda")
     monkeypatch.setattr(norm_plan, "processors", lambda device: 132)
     monkeypatch.setattr(norm_plan, "HAS_DESCRIPTORS", True)
     good = {

@@ -180,9 +180,9 @@ def test_tf32_is_read_from_torch():
 def test_the_table_has_a_tile_for_every_card(monkeypatch):
     """Off Hopper the generic one; there a large tile, where enough of them run."""
     device = torch.device(DEVICE)
-    monkeypatch.setattr(plan, "_is_hopper", lambda _: False)
+    monkeypatch.setattr(plan, "is_hopper", lambda _: False)
     assert plan.update_tile(512, 4096, 4096, BF16, 2, device) == plan.GENERIC
-    monkeypatch.setattr(plan, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(plan, "is_hopper", lambda _: True)
     assert plan.update_tile(512, 4096, 4096, F32, 4, device) == plan.FP32
     assert plan.update_tile(512, 4096, 4096, BF16, 2, device) == plan.HOPPER_PAIR
     assert plan.update_tile(2048, 4096, 4096, BF16, 2, device) == plan.HOPPER_WIDE

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from ..quantized import BLOCK, Moment, QuantizedMoment, rows_and_columns
+from ..row_sums import Lookup
 
 __all__ = ["FLOATS", "Lookup", "Segment", "check_lookups", "check_update", "merge"]
 
 Segment = tuple[torch.Tensor, torch.Tensor]
-Lookup = tuple[torch.Tensor, torch.Tensor]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MOMENTS = (torch.float32, torch.bfloat16)

@@ -17,14 +17,14 @@ from .. import quantized
 from .moments import block_offsets, blocks_inside, load
 from .replay import Launch, alignment
 from .rounding import hash_seed, lane_seed
-from .rules import CONSTANTS, POINTERS, RuleArguments, load_state, update_elements
+from .rules import POINTERS, RuleArguments, load_state, named, update_elements
 from .tiles import INTERPRET, to_fp32
 
 __all__ = ["BLOCK", "launch_dense_update", "update_span"]
 
 BLOCK = 1024
-#: Blocks of 8-bit moments in a block of this kernel.
 _M_SCALE = POINTERS.index("m_scale_ptr")
+#: Blocks of 8-bit moments in a block of this kernel.
 SPAN_BLOCKS = tl.constexpr(BLOCK // quantized.BLOCK)
 
 
@@ -117,7 +117,6 @@ def _dense_launch(
     device: torch.device,
     kinds: tuple[object, ...],
 ) -> Launch:
-    flags = {"EVEN": columns % BLOCK == 0, "BLOCK": BLOCK, "INTERPRET": INTERPRET}
-    named = dict(zip(CONSTANTS, constants, strict=True))
+    flags = {**named(constants), "EVEN": columns % BLOCK == 0, "BLOCK": BLOCK, "INTERPRET": INTERPRET}
     grid = (rows * -(-columns // BLOCK),)
-    return Launch(_dense_update_kernel, grid, (columns, first_block), {**named, **flags}, num_warps=4)
+    return Launch(_dense_update_kernel, grid, (columns, first_block), flags, num_warps=4)

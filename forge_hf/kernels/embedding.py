@@ -22,7 +22,7 @@ import triton.language as tl
 from .. import quantized
 from .moments import block_offsets, blocks_inside
 from .rounding import hash_seed, lane_seed, store_rounded
-from .rules import RuleArguments, load_state, update_elements
+from .rules import RuleArguments, load_state, named, update_elements
 from .tiles import INTERPRET, LAUNCH_OPTIONS, to_fp32
 
 __all__ = [
@@ -277,5 +277,5 @@ def launch_table_update(weight: torch.Tensor, rows: RowSums, arguments: RuleArgu
         _table_update_kernel[(triton.cdiv(N, height), triton.cdiv(K, columns))](
             rows.head_of, rows.sums, weight, *arguments.pointers, arguments.rng_key, N, K,
             EVEN=N % height == 0 and K % columns == 0, ROWS=height, COLUMNS=columns, INTERPRET=INTERPRET,
-            num_warps=4, **arguments.named(), **LAUNCH_OPTIONS,
+            num_warps=4, **named(arguments.constants), **LAUNCH_OPTIONS,
         )  # fmt: skip

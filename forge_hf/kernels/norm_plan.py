@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .plan import ENOUGH_PROGRAMS, FP32, GENERIC, Tile, _is_hopper
+from .plan import ENOUGH_PROGRAMS, FP32, GENERIC, Tile, is_hopper
 
 __all__ = ["GramPlan", "gram_is_cheaper", "gram_plan", "norm_tile", "processors", "uses_descriptors"]
 
@@ -40,7 +40,7 @@ def norm_tile(N: int, K: int, operand: torch.dtype, device: torch.device) -> Til
     """Tile of the norm's GEMM."""
     if operand == torch.float32:
         return FP32
-    return HOPPER_NORM if _is_hopper(device) and HOPPER_NORM.programs(N, K) >= ENOUGH_PROGRAMS else GENERIC
+    return HOPPER_NORM if is_hopper(device) and HOPPER_NORM.programs(N, K) >= ENOUGH_PROGRAMS else GENERIC
 
 
 def uses_descriptors(
@@ -59,7 +59,7 @@ def uses_descriptors(
         and all(aligned)
         and strides[1] == strides[3] == 1
         and strides[0] % 8 == strides[2] % 8 == 0
-        and _is_hopper(device)
+        and is_hopper(device)
         and DESCRIPTOR_NORM.programs(N, K) > processors(device)
         and HAS_DESCRIPTORS
     )

@@ -25,7 +25,7 @@ import torch
 
 from .tiles import INTERPRET
 
-__all__ = ["Tile", "update_tile", "uses_chunks"]
+__all__ = ["Tile", "is_hopper", "update_tile", "uses_chunks"]
 
 
 class Tile(NamedTuple):
@@ -90,7 +90,7 @@ def update_tile(
     """
     if operand == torch.float32:
         return FP32._replace(parts=2) if quantized else FP32
-    if not _is_hopper(device):
+    if not is_hopper(device):
         return GENERIC
     narrow = state_bytes <= 2 and not quantized
     wide = HOPPER_WIDE if narrow else HOPPER_WIDE_FP32
@@ -110,7 +110,7 @@ def uses_chunks(
     """
     if operand == torch.float32:
         return T * N * K >= CHUNK_PRODUCTS and (T >= CHUNK_TOKENS or _tf32_is_allowed())
-    return quantized and T <= QUANTIZED_CHUNK_TOKENS and N * K >= QUANTIZED_CHUNK_SIZE and _is_hopper(device)
+    return quantized and T <= QUANTIZED_CHUNK_TOKENS and N * K >= QUANTIZED_CHUNK_SIZE and is_hopper(device)
 
 
 def _tf32_is_allowed() -> bool:
@@ -119,8 +119,10 @@ def _tf32_is_allowed() -> bool:
     return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
-def _is_hopper(device: torch.device) -> bool:
-    return not INTERPRET and torch.version.hip is None and _capability(device.index) == (9, 0)
+def is_hopper(device: torch.device) -> bool:
+    """Whether kernels run on an H100 or H200 there, and not in the interpreter."""
+    cuda = device.type == "cuda" and torch.version.hip is None
+    return cuda and not INTERPRET and _capability(device.index) == (9, 0)
 
 
 @functools.cache

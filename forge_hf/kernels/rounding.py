@@ -18,11 +18,12 @@ import triton.language as tl
 from .tiles import CUDA, to_fp32
 
 __all__ = [
-    "next_bits",
-    "root",
     "hash_seed",
     "lane_seed",
+    "nearest_bf16",
+    "next_bits",
     "random_bits",
+    "root",
     "store_rounded",
     "store_weight",
     "weight_to_fp32",
@@ -83,7 +84,8 @@ def _upper_half(bits):
 
 
 @triton.jit
-def _nearest_bf16(value, INTERPRET: tl.constexpr):
+def nearest_bf16(value, INTERPRET: tl.constexpr):
+    """bf16 nearest to an fp32 value, halves to even."""
     if INTERPRET:  # whose cast to bf16 truncates
         bits = tl.where(value != value, 0x7FC00000, value.to(tl.uint32, bitcast=True))
         return _upper_half(bits + 0x7FFF + ((bits >> 16) & 1))
@@ -117,7 +119,7 @@ def store_rounded(
         if STOCHASTIC:
             value = _stochastic_bf16(value, random_bits(seed, STREAM))
         else:
-            value = _nearest_bf16(value, INTERPRET)
+            value = nearest_bf16(value, INTERPRET)
     elif ptr.dtype.element_ty == tl.float16:
         value = _stochastic_fp16(value, random_bits(seed, STREAM)) if STOCHASTIC else value.to(tl.float16)
     tl.store(ptr + offset, value, mask=mask)

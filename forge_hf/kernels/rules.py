@@ -26,6 +26,7 @@ __all__ = [
     "RuleArguments",
     "device_numbers",
     "load_state",
+    "named",
     "rule_arguments",
     "update_elements",
 ]
@@ -49,13 +50,14 @@ class RuleArguments(NamedTuple):
         """What a key of compiled kernels must say of the pointers."""
         return tuple([None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in self.pointers])
 
-    def named(self) -> dict[str, Any]:
-        """The constexpr arguments by name."""
-        return dict(zip(CONSTANTS, self.constants, strict=True))
-
 
 POINTERS = ("low_ptr", "m_ptr", "v_ptr", "m_scale_ptr", "v_scale_ptr", "coefficient_ptr", "numbers_ptr")
 CONSTANTS = ("RULE", "NESTEROV", "STOCHASTIC")
+
+
+def named(constants: tuple[str, bool, bool]) -> dict[str, Any]:
+    """`RuleArguments.constants` by the kernels' names."""
+    return dict(zip(CONSTANTS, constants, strict=True))
 
 
 def rule_arguments(

@@ -30,7 +30,7 @@ import triton.language as tl
 
 from .norm_plan import SLICE_ROWS, gram_plan
 from .replay import Launch, alignment
-from .rounding import _nearest_bf16
+from .rounding import nearest_bf16
 from .tiles import INTERPRET, dot, to_fp32
 from .wgrad_norm import finish_launch
 
@@ -44,7 +44,7 @@ COLUMN_BLOCKS, PART_BLOCK = 512, 8
 def _as_operand(value, like_ptr, INTERPRET: tl.constexpr):
     """The fp32 value rounded to the dtype behind `like_ptr`."""
     if like_ptr.dtype.element_ty == tl.bfloat16:
-        return _nearest_bf16(value, INTERPRET)
+        return nearest_bf16(value, INTERPRET)
     return value.to(like_ptr.dtype.element_ty)
 
 

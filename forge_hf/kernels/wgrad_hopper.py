@@ -21,7 +21,6 @@ weights go there; the time is probably the host's, which describes five tensors 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 from collections.abc import Sequence
@@ -31,10 +30,12 @@ import torch
 import triton
 
 from ..quantized import Moment, QuantizedMoment
+from .norm_plan import processors
+from .plan import is_hopper
 from .replay import Launch
-from .rules import CONSTANTS, RuleArguments
+from .rules import RuleArguments, named
 from .tiles import GROUP_N, INTERPRET
-from .wgrad_norm import finish_launch
+from .wgrad_norm import summed
 
 _roles: Any = None
 if not INTERPRET and triton.__version__.startswith("3.6."):  # the language changes with every version
@@ -81,9 +82,7 @@ def hopper_tile(
 ) -> HopperTile | None:
     """The tile for these arguments, or None where this kernel does not fit or was not found faster."""
     (N, K), T = weight.shape, dy_TN.shape[0]
-    if not (COMPILES and _on_cuda(weight) and T):
-        return None
-    if torch.cuda.get_device_capability(weight.device) != (9, 0):
+    if not (COMPILES and T and is_hopper(weight.device)):
         return None
     if any(isinstance(moment, QuantizedMoment) for moment in moments):
         return None
@@ -98,28 +97,18 @@ def hopper_tile(
     return tile
 
 
-def _on_cuda(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.version.hip is None
-
-
 def _copies(matrix: torch.Tensor) -> bool:
     """Whether the copy engine can read it: rows without gaps inside, which begin at multiples of 16 bytes."""
     aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0
     return aligned and matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 class HopperUpdate(NamedTuple):
-    """The launches of one weight's update, which only the tensors change; see `wgrad_update.FusedUpdate`."""
+    """The launch of one weight's update, which only the tensors change; see `wgrad_update.FusedUpdate`."""
 
     programs: int
     tile: HopperTile
     update: Launch
-    finish: Launch
 
     def run(
         self,
@@ -138,18 +127,16 @@ class HopperUpdate(NamedTuple):
                 None if tensor is None else _roles.descriptor(tensor, tile.rows, tile.block_k)
                 for tensor in (weight, m, v)
             ]
-        partials = norm_sq = None
+        dy = _roles.descriptor(dy_TN, tile.block_t, tile.block_n)
+        x = _roles.descriptor(x_TK, tile.block_t, tile.block_k)
+
+        def launch(partials: torch.Tensor | None) -> None:
+            self.update(dy, x, *state, weight, m, v, coefficient, numbers, partials, arguments.rng_key)
+
         if want_norm_sq:
-            partials = torch.empty(self.programs, dtype=torch.float32, device=weight.device)
-            norm_sq = torch.empty((), dtype=torch.float32, device=weight.device)
-        self.update(
-            _roles.descriptor(dy_TN, tile.block_t, tile.block_n),
-            _roles.descriptor(x_TK, tile.block_t, tile.block_k),
-            *state, weight, m, v, coefficient, numbers, partials, arguments.rng_key,
-        )  # fmt: skip
-        if want_norm_sq:
-            self.finish(partials, norm_sq)
-        return norm_sq
+            return summed(self.programs, weight.device, launch)
+        launch(None)
+        return None
 
 
 def hopper_update(
@@ -167,7 +154,7 @@ def hopper_update(
     (N, K), T = weight.shape, dy_TN.shape[0]
     tiles = (N // tile.block_n) * (K // tile.block_k)
     flags = {
-        **dict(zip(CONSTANTS, constants, strict=True)),
+        **named(constants),
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "BLOCK_T": tile.block_t,
@@ -179,6 +166,6 @@ def hopper_update(
         "GROUP": GROUP_N,
         "SLOTS": tile.slots,
     }
-    grid = (min(tiles, _processors(weight.device)),)
+    grid = (min(tiles, processors(weight.device)),)
     launch = Launch(_roles.wgrad_hopper_kernel, grid, (T, N, K), flags, num_warps=8, maxnreg=tile.registers)
-    return HopperUpdate(tiles, tile, launch, finish_launch(tiles, weight.device.index))
+    return HopperUpdate(tiles, tile, launch)

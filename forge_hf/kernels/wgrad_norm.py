@@ -9,6 +9,7 @@ bits. `wgrad_gram` is faster for few tokens. Shapes: dy (T, N), x (T, K).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ try:
 except ImportError:  # before Triton 3.4; `norm_plan.uses_descriptors` says no there
     TensorDescriptor = None
 
-__all__ = ["descriptor_norm_sq", "finish_launch", "gemm_norm_sq"]
+__all__ = ["descriptor_norm_sq", "finish_launch", "gemm_norm_sq", "summed"]
 
 #: Partials that the last program reads at once.
 FINISH_BLOCK = 2048
@@ -88,11 +89,19 @@ def finish_launch(count: int, device_index: int | None) -> Launch:
     return Launch(_finish_kernel, (1,), (count,), {"BLOCK": FINISH_BLOCK}, num_warps=4)
 
 
+def summed(count: int, device: torch.device, launch: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """The sum (0-d fp32) of `count` partials, which `launch` writes into the tensor that it is given."""
+    partials = torch.empty(count, dtype=torch.float32, device=device)
+    result = torch.empty((), dtype=torch.float32, device=device)
+    launch(partials)
+    finish_launch(count, device.index)(partials, result)
+    return result
+
+
 class _Gemm(NamedTuple):
     programs: int
     tile: Tile
     gemm: Launch
-    finish: Launch
 
 
 @functools.lru_cache(maxsize=1024)
@@ -111,7 +120,7 @@ def _gemm_launches(
     even = {"EVEN": N % tile.block_n == 0 and K % tile.block_k == 0, "EVEN_T": T % tile.block_t == 0}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     gemm = Launch(_gemm_norm_kernel, (programs,), (T, N, K, *strides), {**even, **_blocks(tile)}, **options)
-    return _Gemm(programs, tile, gemm, finish_launch(programs, device.index))
+    return _Gemm(programs, tile, gemm)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -121,7 +130,7 @@ def _descriptor_launches(T: int, N: int, K: int, device: torch.device) -> _Gemm:
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     grid = (min(programs, processors(device)),)
     gemm = Launch(_descriptor_norm_kernel, grid, (T, N, K), _blocks(tile), **options)
-    return _Gemm(programs, tile, gemm, finish_launch(programs, device.index))
+    return _Gemm(programs, tile, gemm)
 
 
 def _blocks(tile: Tile) -> dict[str, int | bool]:
@@ -139,12 +148,10 @@ def gemm_norm_sq(dy_TN: torch.Tensor, x_TK: torch.Tensor, rows: RowSums | None =
     if rows is None and uses_descriptors(T, N, K, strides, aligned, dy_TN.dtype, device):
         return descriptor_norm_sq(dy_TN, x_TK)
     launches = _gemm_launches(T, N, K, strides, dy_TN.dtype, device, aligned, rows is not None)
-    partials = torch.empty(launches.programs, dtype=torch.float32, device=device)
-    result = torch.empty((), dtype=torch.float32, device=device)
     head_of, sums = (None, None) if rows is None else rows
-    launches.gemm(dy_TN, x_TK, partials, head_of, sums)
-    launches.finish(partials, result)
-    return result
+    return summed(
+        launches.programs, device, lambda partials: launches.gemm(dy_TN, x_TK, partials, head_of, sums)
+    )
 
 
 def descriptor_norm_sq(dy_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
@@ -152,12 +159,6 @@ def descriptor_norm_sq(dy_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
     (T, N), K, device = dy_TN.shape, x_TK.shape[1], dy_TN.device
     launches = _descriptor_launches(T, N, K, device)
     tile = launches.tile
-    partials = torch.empty(launches.programs, dtype=torch.float32, device=device)
-    result = torch.empty((), dtype=torch.float32, device=device)
-    launches.gemm(
-        TensorDescriptor(dy_TN, [T, N], [dy_TN.stride(0), 1], [tile.block_t, tile.block_n]),
-        TensorDescriptor(x_TK, [T, K], [x_TK.stride(0), 1], [tile.block_t, tile.block_k]),
-        partials,
-    )
-    launches.finish(partials, result)
-    return result
+    dy = TensorDescriptor(dy_TN, [T, N], [dy_TN.stride(0), 1], [tile.block_t, tile.block_n])
+    x = TensorDescriptor(x_TK, [T, K], [x_TK.stride(0), 1], [tile.block_t, tile.block_k])
+    return summed(launches.programs, device, lambda partials: launches.gemm(dy, x, partials))

@@ -21,9 +21,9 @@ from .moments import block_offsets, blocks_inside
 from .plan import update_tile
 from .replay import Launch
 from .rounding import hash_seed, lane_seed
-from .rules import CONSTANTS, RuleArguments, load_state, update_elements
+from .rules import RuleArguments, load_state, named, update_elements
 from .tiles import GROUP_N, INTERPRET, accumulate_tile, tile_order
-from .wgrad_norm import finish_launch
+from .wgrad_norm import summed
 
 __all__ = ["FusedUpdate", "fused_update"]
 
@@ -119,17 +119,15 @@ def _wgrad_update_kernel(
 
 
 class FusedUpdate(NamedTuple):
-    """The launches of one weight's update, which only the tensors change.
+    """The launch of one weight's update, which only the tensors change.
 
     Attributes:
         programs: Partials of the norm.
         update: Takes (dy, x, weight, *pointers, partials, head_of, sums, rng_key).
-        finish: Takes (partials, norm_sq).
     """
 
     programs: int
     update: Launch
-    finish: Launch
 
     def run(
         self,
@@ -142,14 +140,14 @@ class FusedUpdate(NamedTuple):
     ) -> torch.Tensor | None:
         """Launch; returns the squared norm (0-d fp32) if wanted."""
         head_of, sums = (None, None) if rows is None else rows
-        partials = norm_sq = None
+
+        def launch(partials: torch.Tensor | None) -> None:
+            self.update(dy_TN, x_TK, weight, *arguments.pointers, partials, head_of, sums, arguments.rng_key)
+
         if want_norm_sq:
-            partials = torch.empty(self.programs, dtype=torch.float32, device=weight.device)
-            norm_sq = torch.empty((), dtype=torch.float32, device=weight.device)
-        self.update(dy_TN, x_TK, weight, *arguments.pointers, partials, head_of, sums, arguments.rng_key)
-        if want_norm_sq:
-            self.finish(partials, norm_sq)
-        return norm_sq
+            return summed(self.programs, weight.device, launch)
+        launch(None)
+        return None
 
 
 def fused_update(
@@ -159,7 +157,7 @@ def fused_update(
     moments: Sequence[Moment],
     constants: tuple[str, bool, bool],
 ) -> FusedUpdate:
-    """Choose the tile; the launches fit all tensors of these shapes, strides, dtypes and alignment."""
+    """Choose the tile; the launch fits all tensors of these shapes, strides, dtypes and alignment."""
     (N, K), T = weight.shape, dy_TN.shape[0]
     state_bytes = max([weight.itemsize, *(m.itemsize for m in moments if isinstance(m, torch.Tensor))])
     quantized = any(isinstance(moment, QuantizedMoment) for moment in moments)
@@ -169,7 +167,7 @@ def fused_update(
     if tile.max_registers is not None:
         options["maxnreg"] = tile.max_registers
     flags = {
-        **dict(zip(CONSTANTS, constants, strict=True)),
+        **named(constants),
         "EVEN": N % tile.block_n == 0 and K % tile.block_k == 0,
         "EVEN_T": T % tile.block_t == 0,
         "PARTS": tile.parts,
@@ -181,4 +179,4 @@ def fused_update(
     }
     numbers = (T, N, K, *dy_TN.stride(), *x_TK.stride())
     launch = Launch(_wgrad_update_kernel, (programs,), numbers, flags, **options)
-    return FusedUpdate(programs, launch, finish_launch(programs, weight.device.index))
+    return FusedUpdate(programs, launch)
