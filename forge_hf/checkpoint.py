@@ -18,7 +18,16 @@ from . import quantized
 from .config import refuse
 from .foreign import from_bitsandbytes
 from .quantized import Moment, QuantizedMoment
-from .state import LOW_BITS, SCALE, UNSIGNED, allocate_low_bits, convert_moment
+from .state import (
+    CODES,
+    LOW_BITS,
+    SCALE,
+    UNSIGNED,
+    convert_moment,
+    has_moment,
+    low_bits_of,
+    moment_of,
+)
 
 if TYPE_CHECKING:
     from .optimizer import ForgeOptimizer
@@ -96,46 +105,56 @@ def _parameter_state(
     optimizer: ForgeOptimizer, group: dict[str, Any], parameter: Tensor, index: int, saved: dict[str, Any]
 ) -> dict[str, Any]:
     """State of one parameter from its saved form."""
-    names = optimizer.rule.moment_names(group)
     if not isinstance(saved, dict):
         raise refuse("state_file", problem=f"the state of parameter {index} is no dict")
     # torch's SGD stores no step, and a None buffer before the first update.
     saved = {key: value for key, value in saved.items() if value is not None}
     if not saved:
         return {}
-    saved = from_bitsandbytes(saved, names)
+    needed = optimizer.rule.moment_names(group)
+    possible = optimizer.rule.moment_names({**group, "momentum": 1.0})
+    saved = from_bitsandbytes(saved, possible)
+    # SGD whose momentum was set to 0 still carries the buffer of before.
+    names = [name for name in possible if name in needed or has_moment(saved, name)]
     counts_steps = "step" in saved or optimizer.rule.name == "sgd"
-    optional = {"step", LOW_BITS, *(name + SCALE for name in names)}
-    if set(saved) - optional != set(names) or not counts_steps:
-        keys, expected = sorted(map(str, saved)), sorted({"step", *names})
-        raise refuse("state_keys", index=index, found=keys, rule=optimizer.rule.name, expected=expected)
+    keys = {key for name in names for key in _keys_of(saved, name)}
+    if set(saved) - {"step", LOW_BITS} != keys or not counts_steps:
+        found, expected = sorted(map(str, saved)), sorted({"step", *needed})
+        raise refuse("state_keys", index=index, found=found, rule=optimizer.rule.name, expected=expected)
     result: dict[str, Any] = {"step": _step_counter(saved.get("step", 1.0), index)}
     for name in names:
         moment = _saved_moment(saved, name, index, parameter)
         convert_moment(result, name, optimizer.config.state, parameter, moment)
-    allocate_low_bits(result, optimizer.config.weight_bits, parameter)
-    if LOW_BITS in result and LOW_BITS in saved:
-        _load_low_bits(result[LOW_BITS], saved[LOW_BITS], index)
+    low = low_bits_of(result, optimizer.config.weight_bits, parameter)
+    if low is not None and LOW_BITS in saved:
+        _load_low_bits(low, saved[LOW_BITS], index)
     return result
+
+
+def _keys_of(saved: dict[str, Any], name: str) -> tuple[str, ...]:
+    """Under which keys a checkpoint has a moment, or would."""
+    return (name + CODES, name + SCALE) if name + CODES in saved else (name,)
 
 
 def _saved_moment(saved: dict[str, Any], name: str, index: int, parameter: Tensor) -> Moment:
     """A moment of the checkpoint, checked."""
-    moment, scale = saved[name], saved.get(name + SCALE)
+    moment = moment_of(saved, name)
+    values = moment.codes if isinstance(moment, QuantizedMoment) else moment
     expected = tuple(parameter.shape)
-    if not isinstance(moment, Tensor) or moment.shape != parameter.shape:
-        found = tuple(moment.shape) if isinstance(moment, Tensor) else type(moment).__name__
+    if not isinstance(values, Tensor) or values.shape != parameter.shape:
+        found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise refuse("state_shape", key=name, index=index, found=found, expected=expected)
-    if scale is None and moment.is_floating_point():
+    if not isinstance(moment, QuantizedMoment):
+        if not values.is_floating_point():
+            raise refuse("state_file", problem=f"'{name}' of parameter {index} has dtype {values.dtype}")
         return moment
-    codes_dtype = torch.uint8 if name in UNSIGNED else torch.int8
-    if scale is None or moment.dtype != codes_dtype:
-        raise refuse("state_file", problem=f"'{name}' of parameter {index} has dtype {moment.dtype}")
+    if values.dtype != (torch.uint8 if name in UNSIGNED else torch.int8):
+        raise refuse("state_file", problem=f"'{name + CODES}' of parameter {index} has dtype {values.dtype}")
     rows, columns = quantized.rows_and_columns(parameter.shape)
-    blocks = (rows, -(-columns // quantized.BLOCK))
+    blocks, scale = (rows, -(-columns // quantized.BLOCK)), moment.scale
     if not isinstance(scale, Tensor) or tuple(scale.shape) != blocks or scale.dtype != torch.uint8:
         raise refuse("state_file", problem=f"'{name + SCALE}' of parameter {index} is not uint8 {blocks}")
-    return QuantizedMoment(moment, scale)
+    return moment
 
 
 def _load_low_bits(target: Tensor, saved: Any, index: int) -> None:

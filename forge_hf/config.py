@@ -139,6 +139,11 @@ class ForgeConfig:
                 raise ForgeConfigError(f"Option {field.name}='{value}' is unknown; {hint}")
         if not 0 <= self.seed < 2**32:
             raise ForgeConfigError(f"Option seed={self.seed} is outside [0, 2**32).")
+        if self.state == "8bit" and self.rounding == "nearest":
+            raise ForgeConfigError(
+                "Option state='8bit' needs rounding='stochastic': most steps move a moment by less than half "
+                "of the distance between two codes, so rounding to the nearest would freeze it."
+            )
         if self.clip == "lagged" and self.update != "backward":
             raise ForgeConfigError(
                 "Option clip='lagged' belongs to update='backward'; with update='step' clipping is exact."

@@ -169,9 +169,12 @@ def _wrap_unscale(original: Callable[..., dict[Any, Tensor]]) -> Callable[..., d
     def _unscale_grads_(
         self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[Any, Tensor]:
-        found = original(self, optimizer, inv_scale, found_inf, allow_fp16)
         unscale = getattr(optimizer, "unscale_held_", None)
-        return found if unscale is None else unscale(inv_scale, found)
+        if unscale is None:
+            return original(self, optimizer, inv_scale, found_inf, allow_fp16)
+        # Before the original unscales `.grad`: what goes into the held gradients is unscaled with them.
+        optimizer.merge_dense()  # type: ignore[attr-defined]
+        return unscale(inv_scale, original(self, optimizer, inv_scale, found_inf, allow_fp16))
 
     return _unscale_grads_
 

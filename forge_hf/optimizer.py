@@ -11,6 +11,7 @@ which path.
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -82,7 +83,11 @@ class ForgeOptimizer(Optimizer):
         self._slots: dict[int, WeightSlot] = {}
         self._report: list[PathEntry] = []
         self._places: dict[int, tuple[int, int]] = {}
-        self._placed: list[tuple[list[Tensor], int]] = []
+        self._placed: list[list[Tensor]] = []
+        self._versions: dict[int, int] = {}
+        # weight_bits extends bf16 weights; fp32 ones are what they are
+        fp16 = () if self.config.weight_bits != 16 else (torch.float16,)
+        self._trainable = (torch.float32, torch.bfloat16, *fp16)
         reread_environment()
         # The model keeps the slots alive; a dropped optimizer must not leave pairs in them.
         weakref.finalize(self, self.tape.discard).atexit = False
@@ -105,12 +110,7 @@ class ForgeOptimizer(Optimizer):
                 entry if isinstance(entry, tuple) else (names.get(id(entry), "parameter"), entry)
             )
             if isinstance(parameter, Tensor) and parameter.requires_grad:
-                _attach.check_parameter(name, parameter)
-                if self.config.weight_bits != 16 and parameter.dtype == torch.float16:
-                    raise ForgeConfigError(
-                        f"weight_bits={self.config.weight_bits} extends bf16 weights, but '{name}' is fp16. "
-                        "Fix: load the model in bfloat16, or leave weight_bits out."
-                    )
+                self._check_parameter(name, parameter)
         self.rule.validate({**self.defaults, **param_group})
         super().add_param_group({**param_group, "params": parameters})
         if self._report and self._model() is not None:
@@ -159,7 +159,10 @@ class ForgeOptimizer(Optimizer):
         self.tape.zero_grad(self.tape.slots, set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors under torch's keys; they load with `weights_only=True`, in torch's optimizer too."""
+        """Plain tensors under torch's keys; they load with `weights_only=True`.
+
+        fp32 and bf16 moments load into torch's optimizer too; 8-bit ones have keys that it does not know.
+        """
         if self.tape.lagged_coefficient is not None:
             self.param_groups[0]["lagged_clip_coefficient"] = self.tape.lagged_coefficient
         return super().state_dict()
@@ -172,6 +175,7 @@ class ForgeOptimizer(Optimizer):
             ForgeConfigError: one of its settings is not supported; nothing is loaded then.
         """
         checkpoint.load_(self, state_dict)
+        self._versions.clear()  # weights and low bits come from one checkpoint, in either order
         self.tape.lagged_coefficient = self.param_groups[0].get("lagged_clip_coefficient")
         if self.tape.interrupted is not None:
             self.accept_partial_step()
@@ -215,6 +219,11 @@ class ForgeOptimizer(Optimizer):
         with torch.no_grad():
             return guards.clip_slots_and_grads_(parameters, max_norm, norm_type, error_if_nonfinite)
 
+    def merge_dense(self) -> None:
+        """Move what autograd put into `.grad` beside held pairs into them."""
+        for slot in self.tape.slots:
+            slot.merge_dense()
+
     def unscale_held_(self, inv_scale: Tensor, found: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """Unscale pending gradients for an fp16 GradScaler and report non-finite ones.
 
@@ -231,7 +240,6 @@ class ForgeOptimizer(Optimizer):
         for slot in self.tape.slots:
             if slot.updated:
                 raise refuse("scaler_in_backward")
-            slot.merge_dense()
             if slot.gradient is None:
                 continue
             infinite = (~torch.isfinite(slot.gradient.norm_sq())).to(torch.float32)
@@ -290,25 +298,28 @@ class ForgeOptimizer(Optimizer):
 
     def _number_parameters(self) -> None:
         """Bring `_places` up to date: index of the group and number of each parameter, by its id."""
-        groups, placed = self.param_groups, self._placed
-        stale = len(groups) != len(placed)
-        if not stale:
-            for group, (known, length) in zip(groups, placed, strict=True):
-                stale = stale or group["params"] is not known or len(known) != length
-        if stale:
-            lists = [group["params"] for group in groups]
-            places = [(index, member) for index, members in enumerate(lists) for member in members]
-            self._places = {id(member): (index, number) for number, (index, member) in enumerate(places)}
-            self._placed = [(members, len(members)) for members in lists]
+        lists = [group["params"] for group in self.param_groups]
+        # By each member, as they can be exchanged in place.
+        if len(lists) == len(self._placed) and all(
+            len(members) == len(known) and all(map(operator.is_, members, known))
+            for members, known in zip(lists, self._placed, strict=True)
+        ):
+            return
+        places = [(index, member) for index, members in enumerate(lists) for member in members]
+        self._places = {id(member): (index, number) for number, (index, member) in enumerate(places)}
+        self._placed = [list(members) for members in lists]
 
     def _consume(self, slot: WeightSlot) -> None:
         """Update a weight inside backward."""
-        self._number_parameters()
+        if not self.tape.settings:  # the first one of this step
+            self._number_parameters()
         place = self._places.get(id(slot.parameter))
         if place is None:  # it was taken out of the groups
             return
         if place[0] not in self.tape.settings:
             self.tape.settings[place[0]] = self.rule.scalars(self.param_groups[place[0]], 1)
+        if slot.parameter.dtype not in self._trainable:
+            self._refuse_cast(slot.parameter)
         # Without grad already: a backward that builds a graph keeps its pairs from the slots.
         gradient = slot.take()
         assert gradient is not None
@@ -320,12 +331,29 @@ class ForgeOptimizer(Optimizer):
     def _require_applicable(self) -> None:
         for slot in self.tape.slots:
             slot.require_applicable()
+            if slot.gradient is not None and slot.parameter.dtype not in self._trainable:
+                self._refuse_cast(slot.parameter)
         for index, used in self.tape.settings.items():
             if self.rule.scalars(self.param_groups[index], 1) != used:
                 raise refuse("settings_changed", index=index)
         for _, parameter in self._walk():
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise refuse("sparse_grad", param=self._names().get(id(parameter), "parameter"))
+            if parameter.grad is not None:
+                if parameter.dtype not in self._trainable:
+                    self._refuse_cast(parameter)
+                if parameter.grad.is_sparse:
+                    raise refuse("sparse_grad", param=self._names().get(id(parameter), "parameter"))
+
+    def _refuse_cast(self, parameter: Tensor) -> None:
+        """Say of a weight what would have been said if it had had this dtype when it was added."""
+        self._check_parameter(self._names().get(id(parameter), "parameter"), parameter)
+
+    def _check_parameter(self, name: str, parameter: Tensor) -> None:
+        _attach.check_parameter(name, parameter)
+        if parameter.dtype not in self._trainable:
+            raise ForgeConfigError(
+                f"weight_bits={self.config.weight_bits} extends bf16 weights, but '{name}' is fp16. "
+                "Fix: load the model in bfloat16, or leave weight_bits out."
+            )
 
     def _update(self, parameter: Tensor) -> int:
         """Update one parameter in step(); returns how many were updated here."""
@@ -349,4 +377,5 @@ class ForgeOptimizer(Optimizer):
         index, number = self._places[id(parameter)]
         self.tape.begun = True
         group, state, known = self.param_groups[index], self.state[parameter], self.tape.scalars[index]
-        return apply_(self.rule, self.config, group, state, parameter, number, gradient, known, want_norm_sq)
+        arguments = (group, state, parameter, number, gradient, known, self._versions, want_norm_sq)
+        return apply_(self.rule, self.config, *arguments)

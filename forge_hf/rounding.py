@@ -87,9 +87,11 @@ def join_low_bits(weight: Tensor, low: Tensor) -> Tensor:
 
     Args:
         weight: bf16, the nearest to the value.
-        low: int16, what the value's 32 bits are above those of `weight`; or int8, the upper half of that.
+        low: int16, what the value's 32 bits are above those of `weight`; or int8, the upper half of that. It
+            does not count where the weight is 0, which somebody else made it: below 0 it would give NaN.
     """
     below = low.to(torch.int32) << (8 if low.dtype == torch.int8 else 0)
+    below = torch.where(weight == 0, 0, below)
     return ((weight.view(torch.int16).to(torch.int32) << 16) + below).view(torch.float32)
 
 

@@ -5,9 +5,12 @@ and write the stored form; the rest of the code only allocates, converts and cou
 
     key                  tensor
     step                 0-d fp32 on the CPU
-    exp_avg, ...         the moment; int8 or uint8 codes in format "8bit"
-    exp_avg_scale, ...   uint8 units of the codes, only in format "8bit" (see `quantized.py`)
+    exp_avg, ...         the moment, in formats "fp32" and "bf16"
+    exp_avg_codes, ...   its int8 or uint8 codes in format "8bit" (see `quantized.py`)
+    exp_avg_scale, ...   their units, uint8
     weight_low           int8 or int16, only with `weight_bits` (see `rounding.py`)
+
+Codes have a key of their own, so that torch's AdamW does not find moments in them.
 """
 
 from __future__ import annotations
@@ -23,20 +26,22 @@ from . import quantized
 from .quantized import Moment, QuantizedMoment
 
 __all__ = [
+    "CODES",
     "LOW_BITS",
     "SCALE",
     "UNSIGNED",
-    "allocate_low_bits",
     "allocate_moment",
     "convert_moment",
     "format_for",
+    "has_moment",
+    "low_bits_of",
     "moment_of",
     "rounding_key",
     "state_bytes",
 ]
 
-#: Suffix of the key of an 8-bit moment's scale, and the key of a weight's low bits.
-SCALE, LOW_BITS = "_scale", "weight_low"
+#: Suffixes of the keys of an 8-bit moment, and the key of a weight's low bits.
+CODES, SCALE, LOW_BITS = "_codes", "_scale", "weight_low"
 #: Tensors with fewer elements keep fp32 moments in format "8bit".
 SMALLEST_QUANTIZED = 4096
 #: Moments that are never negative.
@@ -63,7 +68,7 @@ def allocate_moment(state: dict[str, Any], name: str, option: str, weight: Tenso
     name_of_format = format_for(option, weight)
     if name_of_format == "8bit":
         moment = quantized.zeros(weight, signed=name not in UNSIGNED)
-        state[name], state[name + SCALE] = moment
+        state[name + CODES], state[name + SCALE] = moment
     else:
         dtype = _DTYPES[name_of_format]
         state[name] = torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
@@ -72,30 +77,46 @@ def allocate_moment(state: dict[str, Any], name: str, option: str, weight: Tenso
 def convert_moment(state: dict[str, Any], name: str, option: str, weight: Tensor, moment: Moment) -> None:
     """Put a copy of `moment` into `state` in the format that `option` means, on `weight`'s device."""
     allocate_moment(state, name, option, weight)
-    if isinstance(moment, QuantizedMoment):
-        if name + SCALE in state:
-            state[name].copy_(moment.codes)
-            state[name + SCALE].copy_(moment.scale)
-            return
-        moment = quantized.dequantize(moment)
-    if name + SCALE in state:
-        values = moment.detach().to(device=weight.device, dtype=torch.float32)
-        quantized.quantize_(QuantizedMoment(state[name], state[name + SCALE]), values)
+    target = moment_of(state, name)
+    if isinstance(target, QuantizedMoment) and isinstance(moment, QuantizedMoment):
+        target.codes.copy_(moment.codes)
+        target.scale.copy_(moment.scale)
+        return
+    values = quantized.dequantize(moment) if isinstance(moment, QuantizedMoment) else moment.detach()
+    if isinstance(target, QuantizedMoment):
+        quantized.quantize_(target, values.to(device=weight.device, dtype=torch.float32))
     else:
-        state[name].copy_(moment)
+        target.copy_(values)
 
 
 def moment_of(state: Mapping[str, Any], name: str) -> Moment:
-    """The moment as the backends take it."""
-    scale = state.get(name + SCALE)
-    return state[name] if scale is None else QuantizedMoment(state[name], scale)
+    """The moment as the backends take it.
+
+    Raises:
+        KeyError: `state` has none.
+    """
+    codes = state.get(name + CODES)
+    return state[name] if codes is None else QuantizedMoment(codes, state[name + SCALE])
 
 
-def allocate_low_bits(state: dict[str, Any], weight_bits: int, weight: Tensor) -> None:
-    """Put the low bits of a bf16 `weight` into `state`, zero at first; other weights have none."""
-    if weight_bits != 16 and weight.dtype == torch.bfloat16:
+def has_moment(state: Mapping[str, Any], name: str) -> bool:
+    """Whether `state` holds the moment in any format."""
+    return name in state or name + CODES in state
+
+
+def low_bits_of(state: dict[str, Any], weight_bits: int, weight: Tensor) -> Tensor | None:
+    """The low bits of a bf16 `weight`, zero at first; None with `weight_bits` 16 and for other weights.
+
+    Those of a weight that is no longer bf16 are dropped: it is now what it was cast to.
+    """
+    if weight_bits == 16 or weight.dtype != torch.bfloat16:
+        state.pop(LOW_BITS, None)
+        return None
+    if LOW_BITS not in state:
         dtype = _LOW_DTYPES[weight_bits]
         state[LOW_BITS] = torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
+    low: Tensor = state[LOW_BITS]
+    return low
 
 
 def rounding_key(seed: int, step: int, index: int) -> int:

@@ -7,18 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import ForgeConfig, refuse
+from .config import ForgeConfig
 from .dispatch import backend_for
 from .gradient import FactoredGradient
 from .quantized import Moment
 from .rules import Rule
 from .scalars import StepScalars
-from .state import LOW_BITS, allocate_low_bits, allocate_moment, moment_of, rounding_key
+from .state import CODES, allocate_moment, low_bits_of, moment_of, rounding_key
 
 __all__ = ["apply_"]
-
-#: dtypes of weights that the backends update.
-TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def apply_(
@@ -30,6 +27,7 @@ def apply_(
     number: int,
     gradient: FactoredGradient | Tensor,
     known: dict[int, StepScalars],
+    versions: dict[int, int],
     want_norm_sq: bool = False,
 ) -> Tensor | None:
     """Update `parameter` and its state in place, and count the step.
@@ -43,13 +41,17 @@ def apply_(
         number: Its position among all parameters, which keys stochastic rounding.
         gradient: Factored for a weight (N, K), else a tensor of the parameter's shape.
         known: Numbers of the group's updates in this step by their count; a missing one is added.
+        versions: Version of each weight with low bits after its last update here, by its id; one that is not
+            in it counts as unchanged.
         want_norm_sq: Also return the squared norm of a factored gradient, before its coefficient.
 
     Returns:
         0-d fp32 tensor, or None.
     """
     moments = _moments(rule, config, group, state, parameter)
-    low = state.get(LOW_BITS)
+    low = None if config.weight_bits == 16 else low_bits_of(state, config.weight_bits, parameter)
+    if low is not None and versions.get(id(parameter), parameter._version) != parameter._version:
+        low.zero_()  # they belonged to the value before somebody else wrote to the weight
     step = int(state["step"]) + 1
     scalars = known.get(step)
     if scalars is None:
@@ -73,6 +75,8 @@ def apply_(
         norm_sq = backend.wgrad_update_(weight, gradient.pairs(), lookups=gradient.lookups(), **arguments)
     # A kernel's store does not move the version counter; another graph node that saved W must notice.
     torch.autograd.graph.increment_version(parameter)
+    if low is not None:
+        versions[id(parameter)] = parameter._version
     state["step"].fill_(step)
     return norm_sq
 
@@ -81,12 +85,12 @@ def _moments(
     rule: Rule, config: ForgeConfig, group: dict[str, Any], state: dict[str, Any], parameter: Tensor
 ) -> tuple[Moment, ...]:
     if "step" not in state:
-        if parameter.dtype not in TRAINABLE:  # cast after the optimizer was built
-            raise refuse("dtype", param="a parameter", dtype=parameter.dtype)
         state["step"] = torch.zeros((), dtype=torch.float32)
-        allocate_low_bits(state, config.weight_bits, parameter)
     names = rule.moment_names(group)
     for name in names:
-        if name not in state:
+        if name not in state and name + CODES not in state:
             allocate_moment(state, name, config.state, parameter)
+    if len(parameter.shape) > 2 and parameter.is_contiguous():
+        for key, value in state.items():  # which may be from when the weight was channels_last
+            state[key] = value.contiguous()
     return tuple(moment_of(state, name) for name in names)

@@ -57,6 +57,7 @@ def test_name_given_twice():
         ({"state": "4bit"}, r"did you mean '8bit'\?"),
         ({"weight_bits": "23"}, "weight_bits='23' is unknown; did you mean '32'\\? Valid: 16, 24, 32"),
         ({"weight_bits": 8}, "weight_bits='8' is unknown"),
+        ({"state": "8bit", "rounding": "nearest"}, "state='8bit' needs rounding='stochastic'"),
         ({"rounding": "Nearest"}, r"did you mean 'nearest'\?"),
         ({"seed": "one"}, "seed='one' is not a valid int"),
         ({"seed": "1.5"}, "seed='1.5' is not a valid int"),

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from forge_hf import ForgeAdamW, ForgeLion, ForgeRefusal, ForgeSGD
 
@@ -241,3 +242,65 @@ def test_scaler_in_backward_mode_is_refused():
     scaler.scale(loss_of(model, 0)).backward()
     with pytest.raises(ForgeRefusal, match="update='backward' applies them at once"):
         scaler.step(optimizer)
+
+
+class ReadTwice(nn.Module):
+    """A table and a layer whose weights are read outside them as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        return self.head(x) + F.linear(x, self.table.weight) + F.linear(x.square(), self.head.weight)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_gradient_from_outside_the_layer_is_unscaled_once(clip):
+    """Autograd's part is in `.grad`, which the scaler knows; ours is not: their sum is unscaled together."""
+    ends = []
+    for cls in (torch.optim.SGD, ForgeSGD):
+        torch.manual_seed(0)
+        model = ReadTwice()
+        optimizer = cls(model.parameters() if cls is torch.optim.SGD else model, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        norms = []
+        for step in range(3):
+            torch.manual_seed(step)
+            ids = torch.randint(0, 50, (2, 7))
+            scaler.scale(F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        ends.append((norms, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])))
+    assert ends[1][0] == pytest.approx(ends[0][0], rel=1e-5)
+    torch.testing.assert_close(ends[1][1], ends[0][1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_members_of_groups_may_be_exchanged_in_place(update):
+    """Settings are those of the group that a parameter is in now, as torch reads them in every step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    first, second = model[0].weight, model[1].weight
+    groups = [{"params": [first], "lr": 0.0}, {"params": [second], "lr": 1.0}]
+    optimizer = ForgeSGD(groups, attach_to=model, update=update)
+
+    def moved() -> tuple[bool, bool]:
+        before = first.clone(), model[1].weight.clone()
+        model(torch.ones(3, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return not torch.equal(first, before[0]), not torch.equal(model[1].weight, before[1])
+
+    assert moved() == (False, True)
+    optimizer.param_groups[0]["params"][0], optimizer.param_groups[1]["params"][0] = second, first
+    assert moved() == (True, False)
+    # One that replaces a member has no slot, and is trained on its ordinary gradient.
+    model[1].weight = optimizer.param_groups[0]["params"][0] = nn.Parameter(second.detach().clone())
+    optimizer.param_groups[0]["lr"] = 1.0
+    assert moved() == (True, True)

@@ -28,7 +28,7 @@ def train(model, optimizer, steps, first=0, clip=1.0):
         torch.manual_seed(100 + step)
         x, target = torch.randn(12, 96).to(dtype), torch.randn(12, 70).to(dtype)
         (model(x) - target).square().mean().backward()
-        if clip and optimizer.update_mode == "step":
+        if clip and getattr(optimizer, "update_mode", None) == "step":
             forge_hf.clip_grad_norm_(optimizer, clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -70,11 +70,12 @@ def test_small_and_strided_tensors_keep_fp32_moments():
     model = model_of()
     optimizer = forge_hf.ForgeAdamW(model, state="8bit")
     train(model, optimizer, 1)
-    kinds = {name: optimizer.state[p]["exp_avg"].dtype for name, p in model.named_parameters()}
+    states = {name: optimizer.state[p] for name, p in model.named_parameters()}
+    kinds = {name: state.get("exp_avg", state.get("exp_avg_codes")).dtype for name, state in states.items()}
     assert kinds["0.weight"] == kinds["2.weight"] == torch.int8
     assert {kinds[name] for name in ("0.bias", "2.bias", "3.weight", "3.bias")} == {torch.float32}
     state = optimizer.state[model[0].weight]
-    assert state["exp_avg_sq"].dtype == state["exp_avg_sq_scale"].dtype == torch.uint8
+    assert state["exp_avg_sq_codes"].dtype == state["exp_avg_sq_scale"].dtype == torch.uint8
     assert format_for("8bit", torch.empty(100, 100).t()) == "fp32"
     assert format_for("8bit", torch.empty(4095)) == "fp32" and format_for("8bit", torch.empty(4096)) == "8bit"
 
@@ -109,14 +110,17 @@ def test_checkpoints_go_from_any_format_to_any(before, after):
     twin.load_state_dict(model.state_dict())
     second = build(twin, after)
     if after == "torch" and before == "8bit":
-        return  # torch's optimizer knows no codes; the way is through state=fp32
+        second.load_state_dict(saved(first))
+        with pytest.raises(KeyError, match="exp_avg"):  # not codes taken for moments
+            train(twin, second, 1)
+        return
     second.load_state_dict(saved(first))
     for old, new in zip(model.parameters(), twin.parameters(), strict=True):
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             want, got = first.state[old], second.state[new]
             values = [
-                quantized.dequantize(QuantizedMoment(s[name], s[name + "_scale"]))
-                if name + "_scale" in s
+                quantized.dequantize(QuantizedMoment(s[name + "_codes"], s[name + "_scale"]))
+                if name + "_codes" in s
                 else s[name].float()
                 for s in (want, got)
             ]
@@ -149,8 +153,11 @@ def test_weight_bits_change_between_runs():
         lambda s: s.pop("exp_avg_scale"),
         lambda s: s.update(exp_avg_scale=s["exp_avg_scale"][:-1]),
         lambda s: s.update(exp_avg_scale=s["exp_avg_scale"].int()),
-        lambda s: s.update(exp_avg=s["exp_avg"].view(torch.uint8)),
-        lambda s: s.update(exp_avg_sq=s["exp_avg_sq"].view(torch.int8)),
+        lambda s: s.update(exp_avg_codes=s["exp_avg_codes"].view(torch.uint8)),
+        lambda s: s.update(exp_avg_sq_codes=s["exp_avg_sq_codes"].view(torch.int8)),
+        lambda s: s.update(exp_avg=s["exp_avg_codes"]),
+        lambda s: s.update(exp_avg=s.pop("exp_avg_codes")),
+        lambda s: s.pop("exp_avg_codes"),
         lambda s: s.update(weight_low="text"),
         lambda s: s.update(weight_low=torch.zeros(3, dtype=torch.int8)),
     ],
@@ -185,6 +192,98 @@ def test_low_bits_need_bf16_weights():
     optimizer = forge_hf.ForgeAdamW(model, weight_bits=32)
     train(model, optimizer, 1)
     assert all("weight_low" not in state for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("bits", [24, 32])
+def test_low_bits_do_not_outlive_a_write_to_the_weight(bits, update):
+    """Masks, resets and loaded weights are what they say, not that plus bits of the value before."""
+    model = model_of(torch.bfloat16)
+    optimizer = forge_hf.ForgeAdamW(model, lr=1e-2, weight_bits=bits, update=update)
+    train(model, optimizer, 2, clip=None)
+    weight = model[0].weight
+    assert optimizer.state[weight]["weight_low"].any()
+    with torch.no_grad():
+        weight.fill_(1.0)
+    optimizer.param_groups[0].update(lr=0.0)
+    train(model, optimizer, 1, first=2, clip=None)
+    low = optimizer.state[weight]["weight_low"]
+    assert torch.equal(weight, torch.ones_like(weight)) and not low.any()
+
+
+@pytest.mark.parametrize("bits", [24, 32])
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_a_weight_zeroed_behind_the_version_counter_is_zero(bits, zero):
+    model = model_of(torch.bfloat16)
+    optimizer = forge_hf.ForgeAdamW(model, lr=1e-2, weight_bits=bits, weight_decay=0.0)
+    train(model, optimizer, 2)
+    weight = model[0].weight
+    weight.data[3] = zero
+    train(model, optimizer, 1, first=2)
+    assert weight.isfinite().all() and weight[3].abs().max() <= 0.011
+
+
+def test_casts_of_a_weight_with_low_bits():
+    """fp32 weights need none, fp16 ones are refused, and bf16 ones get them whenever they become bf16."""
+    model = model_of(torch.bfloat16)
+    optimizer = forge_hf.ForgeAdamW(model, lr=1e-3, weight_bits=32)
+    train(model, optimizer, 1)
+    model.half()
+    with pytest.raises(ForgeConfigError, match="'0.weight' is fp16"):
+        train(model, optimizer, 1)
+    model = model_of(torch.bfloat16)
+    optimizer = forge_hf.ForgeAdamW(model, lr=1e-3, weight_bits=32)
+    train(model, optimizer, 1)
+    model.float()
+    train(model, optimizer, 1)
+    assert all("weight_low" not in state for state in optimizer.state.values())
+    model.bfloat16()
+    train(model, optimizer, 2)
+    assert optimizer.state[model[0].weight]["weight_low"].any()
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_a_cast_to_fp64_after_an_update_is_refused(update):
+    model = model_of()
+    optimizer = forge_hf.ForgeAdamW(model, update=update)
+    train(model, optimizer, 1, clip=None)
+    model.double()
+    with pytest.raises(ForgeRefusal, match="float64"):
+        train(model, optimizer, 1, clip=None)
+
+
+def test_moments_follow_a_weight_that_becomes_contiguous():
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(16, 4))
+    model.to(memory_format=torch.channels_last)
+    optimizer = forge_hf.ForgeAdamW(model)
+
+    def step():
+        model(torch.ones(2, 8, 3, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    state = optimizer.state[model[0].weight]
+    assert not state["exp_avg"].is_contiguous()
+    before = state["exp_avg"].clone()
+    model.to(memory_format=torch.contiguous_format)
+    optimizer.param_groups[0].update(betas=(1.0 - 1e-7, 0.999))
+    step()
+    assert state["exp_avg"].is_contiguous() and state["exp_avg_sq"].is_contiguous()
+    torch.testing.assert_close(state["exp_avg"], before)
+
+
+def test_a_momentum_that_was_switched_off_stays_in_the_checkpoint():
+    model = model_of()
+    optimizer = forge_hf.ForgeSGD(model, lr=1e-2, momentum=0.9)
+    train(model, optimizer, 2)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    train(model, optimizer, 1, first=2)
+    again = forge_hf.ForgeSGD(model_of(), lr=1e-2, momentum=0.9)
+    again.load_state_dict(saved(optimizer))
+    assert again.param_groups[0]["momentum"] == 0.0
+    for index, want in saved(optimizer)["state"].items():
+        assert torch.equal(saved(again)["state"][index]["momentum_buffer"], want["momentum_buffer"])
 
 
 def test_thirty_two_weight_bits_are_an_fp32_run_of_the_bf16_model():
@@ -256,7 +355,7 @@ def test_a_checkpoint_of_the_real_bitsandbytes_loads(ours, theirs):
     optimizer = getattr(forge_hf, ours)(model, state="8bit")
     optimizer.load_state_dict(saved(other))
     state = optimizer.state[model.weight]
-    got = quantized.dequantize(QuantizedMoment(state["exp_avg"], state["exp_avg_scale"]))
+    got = quantized.dequantize(QuantizedMoment(state["exp_avg_codes"], state["exp_avg_scale"]))
     rest = 0.1 if ours == "ForgeAdamW" else 0.01  # 1 - beta of the moment
     assert (got - rest * model.weight.grad).abs().max() < 0.05 * got.abs().max()
 

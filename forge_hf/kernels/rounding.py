@@ -135,6 +135,8 @@ def weight_to_fp32(value, low, low_ptr, INTERPRET: tl.constexpr):
         below = low.to(tl.int32)
         if low_ptr.dtype.element_ty == tl.int8:
             below = below << 8
+        # Not at 0, which the update did not store with low bits; see `reference.py`.
+        below = tl.where((bits & 0x7FFFFFFF) == 0, 0, below)
         result = (bits + below).to(tl.float32, bitcast=True)
     return result
 
