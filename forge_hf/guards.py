@@ -172,8 +172,7 @@ def _wrap_unscale(original: Callable[..., dict[Any, Tensor]]) -> Callable[..., d
         unscale = getattr(optimizer, "unscale_held_", None)
         if unscale is None:
             return original(self, optimizer, inv_scale, found_inf, allow_fp16)
-        # Before the original unscales `.grad`: what goes into the held gradients is unscaled with them.
-        optimizer.merge_dense()  # type: ignore[attr-defined]
+        # Each part on its own: what is in `.grad` joins the held gradient later, when both are unscaled.
         return unscale(inv_scale, original(self, optimizer, inv_scale, found_inf, allow_fp16))
 
     return _unscale_grads_

@@ -219,11 +219,6 @@ class ForgeOptimizer(Optimizer):
         with torch.no_grad():
             return guards.clip_slots_and_grads_(parameters, max_norm, norm_type, error_if_nonfinite)
 
-    def merge_dense(self) -> None:
-        """Move what autograd put into `.grad` beside held pairs into them."""
-        for slot in self.tape.slots:
-            slot.merge_dense()
-
     def unscale_held_(self, inv_scale: Tensor, found: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """Unscale pending gradients for an fp16 GradScaler and report non-finite ones.
 

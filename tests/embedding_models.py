@@ -83,7 +83,7 @@ class Three(Untied):
         self.types = nn.Embedding(2, WIDTH)
 
     def embed(self, ids: Tensor) -> Tensor:
-        positions = torch.arange(ids.shape[1]).unsqueeze(0).expand(ids.shape)
+        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0).expand(ids.shape)
         return self.words(ids) + self.positions(positions) + self.types(torch.zeros_like(ids))
 
 
@@ -155,7 +155,8 @@ def build(kind: Callable[[], nn.Module], seed: int = 1, dtype: torch.dtype = tor
 def loss_of(model: nn.Module, seed: int) -> Tensor:
     """Cross entropy on a batch whose ids repeat; rows 20 to 39 are in no batch."""
     generator = torch.Generator().manual_seed(seed)
-    ids, target = (torch.randint(0, 20, (2, LENGTH), generator=generator) for _ in range(2))
+    device = model.words.weight.device
+    ids, target = (torch.randint(0, 20, (2, LENGTH), generator=generator).to(device) for _ in range(2))
     logits = model(ids).double() if model.words.weight.dtype == torch.float64 else model(ids).float()
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 

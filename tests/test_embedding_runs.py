@@ -41,9 +41,9 @@ LR = 1e-2
 MODES = ["step", "backward"]
 
 
-def compare(kind: Any, ours: Any, theirs: Any, **loop: Any) -> tuple[Any, Any]:
+def compare(kind: Any, ours: Any, theirs: Any, device: str = "cpu", **loop: Any) -> tuple[Any, Any]:
     """Train two copies, hold their end points together, and return the norms of both."""
-    start, model, reference_model = (build(kind) for _ in range(3))
+    start, model, reference_model = (build(kind).to(device) for _ in range(3))
     norms = train(model, ours(model), **loop), train(reference_model, theirs(reference_model), **loop)
     assert way_off(model, reference_model, start) < WAY_FP32_SMALL
     for (name, ours_end), theirs_end in zip(
@@ -92,7 +92,8 @@ def test_norm_of_backward_mode(kind):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_kernels_train_alike(kind, mode, monkeypatch):
     monkeypatch.setenv("FORGE_HF_BACKEND", "triton")
-    compare(kind, *adamw(mode), steps=2, micro_batches=(1, 2))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    compare(kind, *adamw(mode), device=device, steps=2, micro_batches=(1, 2))
 
 
 def test_rows_without_tokens_decay_and_move_by_their_momentum():

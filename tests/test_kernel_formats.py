@@ -10,6 +10,7 @@ import torch
 from forge_hf import quantized, reference, rounding
 from forge_hf.kernels import launch, plan, wgrad_chunks, wgrad_update
 from forge_hf.quantized import QuantizedMoment
+from forge_hf.scalars import StepScalars
 from tests.kernel_cases import (
     BF16,
     DEVICE,
@@ -211,6 +212,37 @@ def test_low_bits_of_special_values(value, low):
     torch.testing.assert_close(
         got, values, rtol=0 if low == torch.int16 else 2.0**-15, atol=1e-41, equal_nan=True
     )
+
+
+@pytest.mark.parametrize("low", [torch.int8, torch.int16])
+def test_a_zeroed_weight_forgets_its_low_bits(low):
+    """Pruning writes 0 into the bf16 weight only; a negative part below it would make a NaN."""
+    w, below = (
+        torch.zeros(4, 64, dtype=BF16, device=DEVICE),
+        torch.full((4, 64), -3, dtype=low, device=DEVICE),
+    )
+    s = StepScalars(lr=0.5)
+    launch.wgrad_update_(
+        w, [(torch.ones(1, 4, device=DEVICE), torch.ones(1, 64, device=DEVICE))], (), "sgd", s, low=below
+    )
+    assert (w == -0.5).all() and not below.any()
+
+
+@pytest.mark.parametrize("name", ["lion", "adamw"])
+def test_small_codes_round_to_the_nearest_like_the_reference(name):
+    """One large element sets each block's unit; the others have codes of 0 to 6, where gaps differ."""
+    N, K = 64, 256
+    power = 2 if name == "lion" else 4
+    g = (6 * torch.rand(N, K, generator=torch.Generator().manual_seed(0))).pow(power if name == "lion" else 2)
+    g[:, ::64] = 120.0**2 if name == "lion" else 250.0**2
+    g = g.to(DEVICE)
+    states = []
+    for backend in (launch, reference):
+        w, moments = quantized_setup(name, N, K, F32, fresh=True)
+        backend.dense_update_(w, g, moments, RULES[name][0], scalars_of(name))
+        states.append(moments[-1].codes.int())
+    assert (states[0] != states[1]).double().mean() < 1e-3  # ties that fp32 roots decide
+    assert states[0].abs().unique().numel() >= 6
 
 
 def test_wrong_formats_are_refused():

@@ -267,18 +267,19 @@ def test_a_launch_is_looked_up_once(monkeypatch):
     kernel = FakeKernel()
     call = replay.Launch(kernel, (7,), (5,), {"BLOCK": 16, "EVEN": True}, num_warps=8)
     monkeypatch.setattr(replay, "REPLAYS", True)
-    call("first")
-    call("second")
+    first, second, third, fourth = torch.zeros(4, 1)
+    call(first)
+    call(second)
     options = {"BLOCK": 16, "EVEN": True, "num_warps": 8, **tiles.LAUNCH_OPTIONS}
     assert kernel.log == [
-        ((7, 1, 1), ("first", 5), options),
-        ((7, 1, 1), ("second", 5, 16, True), {}),  # what Triton compiled takes every argument in order
+        ((7, 1, 1), (first, 5), options),
+        ((7, 1, 1), (second, 5, 16, True), {}),  # what Triton compiled takes every argument in order
     ]
     monkeypatch.setattr(replay, "REPLAYS", False)
     again = replay.Launch(kernel, (7,), (5,), {"BLOCK": 16, "EVEN": True})
-    again("third")
-    again("fourth")
-    assert [args for _, args, _ in kernel.log[2:]] == [("third", 5), ("fourth", 5)]
+    again(third)
+    again(fourth)
+    assert [args for _, args, _ in kernel.log[2:]] == [(third, 5), (fourth, 5)]
 
 
 def test_a_launch_wants_its_constants_in_order():

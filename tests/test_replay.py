@@ -1,8 +1,11 @@
-"""A replayed launch is the kernel that fits its tensors: what is None is compiled in."""
+"""A replayed launch is the kernel that fits its tensors: what is None and the dtypes are compiled in."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -41,12 +44,24 @@ def test_each_pattern_of_absent_tensors_has_its_own_kernel(monkeypatch):
     monkeypatch.setattr(replay, "REPLAYS", True)
     kernel = Kernel()
     launch = replay.Launch(kernel, (4,), (7,), {"FLAG": True})
-    for a, b in (("x", None), ("x", "n"), ("y", None), ("z", "m"), ("x", None)):
+    x, y, z, n, m = torch.zeros(5, 1)
+    for a, b in ((x, None), (x, n), (y, None), (z, m), (x, None)):
         launch(a, b, 3)
         absent, arguments = kernel.ran[-1]
         assert absent == (a is None, b is None)
         assert arguments[:4] == (a, b, 3, 7)
     assert kernel.compiled == [(False, True), (False, False)]
+
+
+def test_each_dtype_has_its_own_kernel(monkeypatch):
+    """The norm of fp16 pairs came from the kernel for bf16 where both had met the same shape."""
+    monkeypatch.setattr(replay, "REPLAYS", True)
+    kernel = Kernel()
+    launch = replay.Launch(kernel, (4,), (7,), {"FLAG": True})
+    half, brain = torch.zeros(2, dtype=torch.float16), torch.zeros(2, dtype=torch.bfloat16)
+    for a in (half, brain, SimpleNamespace(base=half), half, SimpleNamespace(base=brain)):
+        launch(a, None, 3)
+    assert len(kernel.compiled) == 2
 
 
 def test_constants_must_end_the_signature():

@@ -163,9 +163,7 @@ def store_moment(
             random = _uniform(seed, STREAM == 2)
         else:
             random = 1.5
-        # Elements outside the weight must not raise their block's maximum.
-        if mask is not None:
-            value = tl.where(mask, value, 0.0)
+        # Outside the weight all operands are 0, and every rule keeps 0, so no block's maximum rises.
         code, field = _encode(value, random, ptr.dtype.element_ty == tl.int8)
         tl.store(ptr + offset, code.to(ptr.dtype.element_ty), mask=mask)
         tl.store(scale_ptr + block, field.to(tl.uint8), mask=block_mask)

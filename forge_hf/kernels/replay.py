@@ -1,8 +1,8 @@
 """Kernel launches of which only the tensors change, without Triton's look-up of the compiled kernel.
 
 On the host of an H200 a launch through `kernel[grid](...)` took 19 us, mostly to find out again which
-compiled kernel fits the arguments. Who keeps a `Launch` for each shape, stride, dtype, device and alignment
-knows that.
+compiled kernel fits the arguments. Who keeps a `Launch` for each shape, stride, device and alignment knows
+that; dtypes it looks at itself.
 """
 
 from __future__ import annotations
@@ -25,8 +25,18 @@ def alignment(*tensors: torch.Tensor) -> tuple[bool, ...]:
     return tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
+def _kind(argument: Any) -> object:
+    """What is compiled in of an argument: its dtype, or the one of what a descriptor describes."""
+    if argument is None or isinstance(argument, int):
+        return type(argument)
+    return (argument if isinstance(argument, torch.Tensor) else argument.base).dtype
+
+
 class Launch:
-    """One kernel, its grid, and all its arguments but the tensors, which come first in its signature."""
+    """One kernel, its grid, and all its arguments but the tensors, which come first in its signature.
+
+    Whoever keeps one must keep another for each device and alignment of the tensors.
+    """
 
     __slots__ = ("_constants", "_grid", "_kernel", "_numbers", "_options", "_rest", "_runners")
 
@@ -56,18 +66,18 @@ class Launch:
         self._grid = (*grid, 1, 1)[:3]
         self._options = {**LAUNCH_OPTIONS, **options}
         self._rest = (*numbers, *constants.values())
-        self._runners: dict[tuple[bool, ...], Any] = {}
+        self._runners: dict[tuple[object, ...], Any] = {}
 
     def __call__(self, *tensors: Any) -> None:
         """Launch on the current device and stream, which must be the same device each time.
 
-        A None among the tensors is compiled in, so each pattern of them has a kernel of its own.
+        What is None and the dtypes are compiled in, so each pattern of them has a kernel of its own.
         """
-        absent = tuple([tensor is None for tensor in tensors])
-        runner = self._runners.get(absent)
+        kinds = tuple([_kind(tensor) for tensor in tensors])
+        runner = self._runners.get(kinds)
         if runner is not None:
             runner(*tensors, *self._rest)
             return
         compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants, **self._options)
         if REPLAYS:
-            self._runners[absent] = compiled[self._grid]
+            self._runners[kinds] = compiled[self._grid]
