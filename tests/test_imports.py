@@ -20,6 +20,7 @@ PACKAGE = Path(forge_hf.__file__).parent
 LEVELS = [
     ["refusals", "scalars", "row_sums"],
     ["config", "quantized", "rounding"],
+    ["updates"],
     ["kernels", "reference"],
     ["state", "rules", "dispatch", "foreign"],
     ["gradient", "layers"],
