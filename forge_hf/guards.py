@@ -62,7 +62,9 @@ def clip_slots_and_grads_(
     if not squares and not norms:
         return torch.tensor(0.0)
     device = (squares or norms)[0].device
-    parts = [_stacked(squares, device)] if squares else []
+    single = [square for square in squares if not square.ndim]
+    parts = [_stacked(single, device)] if single else []
+    parts += [square.to(device) for square in squares if square.ndim]
     parts += [_stacked(norms, device).square()] if norms else []
     total_norm = torch.cat(parts).sum().sqrt()
     if error_if_nonfinite and not torch.isfinite(total_norm):

@@ -19,6 +19,7 @@ import torch
 
 from ..quantized import BLOCK, Moment, QuantizedMoment
 from ..scalars import StepScalars
+from ..updates import Update
 from .checks import Lookup, Segment, check_lookups, check_update, merge
 from .elementwise import launch_dense_update
 from .embedding import accumulate_rows, launch_table_update, rows_norm_sq, sum_rows
@@ -41,6 +42,10 @@ __all__ = [
     "wgrad_norm_sq",
     "wgrad_update_",
 ]
+
+
+#: A larger weight keeps the card busy for longer than its launch takes the host.
+GROUP_ELEMENTS = 1 << 25
 
 
 def available(tensor: torch.Tensor) -> bool:
@@ -281,6 +286,30 @@ def accumulate_lookups_(buffer: torch.Tensor, lookups: Sequence[Lookup]) -> None
     check_lookups(lookups, buffer.shape[1], buffer)
     with _on(buffer):
         accumulate_rows(buffer, lookups)
+
+
+def dense_updates_(updates: Sequence[Update]) -> None:
+    """`dense_update_` of each."""
+    for weight, gradient, moments, rule, scalars, coefficient, rng_key, low in updates:
+        dense_update_(
+            weight, gradient, moments, rule, scalars, coefficient=coefficient, rng_key=rng_key, low=low
+        )
+
+
+def wgrad_updates_(updates: Sequence[Update], want_norm_sq: bool = False) -> list[torch.Tensor | None]:
+    """`wgrad_update_` of each, which has one pair."""
+    return [
+        wgrad_update_(
+            weight, [gradient], moments, rule, scalars,
+            coefficient=coefficient, rng_key=rng_key, low=low, want_norm_sq=want_norm_sq,
+        )
+        for weight, gradient, moments, rule, scalars, coefficient, rng_key, low in updates
+    ]  # fmt: skip
+
+
+def waits_for_company(update: Update) -> bool:
+    """Whether one launch for this update and others of its kind is faster."""
+    return update.weight.numel() < GROUP_ELEMENTS
 
 
 def _on(tensor: torch.Tensor) -> AbstractContextManager[object]:
