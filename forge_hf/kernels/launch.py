@@ -307,6 +307,11 @@ def wgrad_updates_(updates: Sequence[Update], want_norm_sq: bool = False) -> lis
     ]  # fmt: skip
 
 
+def wgrad_norms_sq(pairs: Sequence[Segment]) -> torch.Tensor:
+    """`wgrad_norm_sq` of each pair (dy (T, N), x (T, K)), fp32 (len(pairs),)."""
+    return torch.stack([wgrad_norm_sq([pair]) for pair in pairs])
+
+
 def waits_for_company(update: Update) -> bool:
     """Whether one launch for this update and others of its kind is faster."""
     return update.weight.numel() < GROUP_ELEMENTS
