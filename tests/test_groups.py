@@ -192,3 +192,85 @@ def test_which_updates_wait_for_company(monkeypatch):
     assert launch.waits_for_company(update)
     monkeypatch.setattr(launch, "GROUP_ELEMENTS", update.weight.numel())
     assert not launch.waits_for_company(update)
+
+
+def dense_of(
+    name: str, shape: Sequence[int], form: torch.dtype | str = F32, seed: int = 0, **rest: Any
+) -> Update:
+    weight = rest.get("weight", F32)
+    update = update_of(name, 1, 1, 1, weight, seed=seed, **{k: v for k, v in rest.items() if k != "weight"})
+    moments = moments_of(name, shape, form, seed)
+    grad = randn(*shape, dtype=weight, seed=seed + 70)
+    return update._replace(weight=randn(*shape, dtype=weight, seed=seed), gradient=grad, moments=moments)
+
+
+def check_dense(updates: Sequence[Update]) -> None:
+    twins = [copy_of(update) for update in updates]
+    before = [copy_of(update) for update in updates]
+    launch.dense_updates_(updates)
+    for update, twin, start in zip(updates, twins, before, strict=True):
+        launch.dense_update_(
+            twin.weight, twin.gradient, twin.moments, twin.rule, twin.scalars,
+            coefficient=twin.coefficient, rng_key=twin.rng_key, low=twin.low,
+        )  # fmt: skip
+        for got, wanted in zip(stored(update), stored(twin), strict=True):
+            assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+        assert not update.weight.numel() or not torch.equal(update.weight, start.weight)
+
+
+@pytest.mark.parametrize("weight, form", [(F32, F32), (BF16, BF16), (F16, BF16), (BF16, F32), (BF16, "8bit")])
+@pytest.mark.parametrize("name", RULES)
+def test_dense_gradients_of_all_sizes_are_one_launch(name, weight, form, launches):
+    """But for one launch of those whose size is no multiple of 16, which load element by element."""
+    scalars = scalars_of(name)
+    shapes = [(1024,), (64,), (3, 64, 2, 64), (2048,), (5, 576), (70,), (1,), (1023,), (9, 11)]
+    if form == "8bit" and RULES[name][1]:
+        shapes = shapes[:5]
+    updates = [
+        dense_of(name, shape, form, seed, weight=weight, scalars=scalars) for seed, shape in enumerate(shapes)
+    ]
+    launch.dense_updates_([copy_of(update) for update in updates])
+    assert len(launches) == (1 if len(shapes) == 5 else 2)
+    check_dense(updates)
+
+
+def test_dense_kinds_are_sorted_out(launches):
+    first, second = scalars_of("adamw", 1), scalars_of("adamw", 1000)
+    half = torch.tensor(0.5, device=DEVICE)
+    updates = [
+        *(dense_of("adamw", (64,), seed=seed, scalars=first) for seed in range(2)),
+        *(dense_of("adamw", (64,), seed=seed, scalars=second) for seed in range(2, 4)),
+        *(dense_of("adamw", (64,), seed=seed, scalars=first, coefficient=half) for seed in range(4, 6)),
+        *(dense_of("adamw", (64,), seed=seed, scalars=first, key=None, weight=BF16) for seed in range(6, 8)),
+        *(dense_of("adamw", (64,), seed=seed, scalars=first, weight=BF16) for seed in range(8, 10)),
+        dense_of("lion", (64,), seed=10),
+    ]
+    updates = updates[::2] + updates[1::2]
+    launch.dense_updates_([copy_of(update) for update in updates])
+    assert len(launches) == 6
+    check_dense(updates)
+
+
+def test_dense_updates_that_do_not_fit_go_alone():
+    """Strides of the gradient, an address, no elements, blocks of 8 bits that end with the rows."""
+    scalars = scalars_of("adamw")
+    plain = [dense_of("adamw", (16, 16), seed=seed, scalars=scalars) for seed in range(6)]
+    plain[0] = plain[0]._replace(gradient=plain[0].gradient.t())
+    room = torch.zeros(257, device=DEVICE)
+    room[1:] = plain[1].weight.flatten()
+    plain[1] = plain[1]._replace(weight=room[1:].view(16, 16))
+    plain[2] = dense_of("adamw", (0, 16), seed=2, scalars=scalars)
+    plain[3] = dense_of("adamw", (50, 100), "8bit", seed=3, scalars=scalars)
+    check_dense(plain)
+
+
+def test_dense_groups_are_checked_as_single_weights_are():
+    scalars = scalars_of("adamw")
+    updates = [dense_of("adamw", (64,), seed=seed, scalars=scalars) for seed in range(3)]
+    with pytest.raises(ValueError, match="moments"):
+        launch.dense_updates_([update._replace(moments=update.moments[:1]) for update in updates])
+    with pytest.raises(ValueError, match="does not fit"):
+        launch.dense_updates_([*updates[:2], updates[2]._replace(gradient=updates[2].gradient[:8])])
+    with pytest.raises(ValueError, match="must be contiguous"):
+        short = tuple(moment[:8] for moment in updates[2].moments)
+        launch.dense_updates_([*updates[:2], updates[2]._replace(moments=short)])

@@ -14,7 +14,7 @@ import torch
 from ..updates import Update
 from .checks import check_update, merge
 from .paths import chunk_of, on_device_of
-from .pointer_table import pointer_table
+from .pointer_table import addresses_of, checked_key, pointer_table, tensors_of
 from .rules import rule_arguments
 from .wgrad_hopper import hopper_tile
 from .wgrad_update import GROUP_COLUMNS, FusedUpdate, grouped_update
@@ -43,7 +43,7 @@ def update_groups_(
     """
     results: list[torch.Tensor | None] = [None] * len(updates)
     kinds: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
-    rows: list[tuple[int, ...] | None] = []
+    rows: list[list[int] | None] = []
     for index, update in enumerate(updates):
         rows.append(_table_row(update))
         kinds[(index,) if rows[-1] is None else _kind(update)].append(index)
@@ -64,22 +64,12 @@ def update_groups_(
     return results, left
 
 
-def _table_row(update: Update) -> tuple[int, ...] | None:
+def _table_row(update: Update) -> list[int] | None:
     """The weight's row in the table of a group (see `grouped_update`), or None for one that has none."""
     weight, pair, moments, _, _, _, rng_key, low = update
     assert isinstance(pair, tuple)
-    stored: list[torch.Tensor | None] = [*pair, weight, low, None, None, None, None]
-    for index, moment in enumerate(moments):
-        if isinstance(moment, torch.Tensor):
-            stored[4 + index] = moment
-        else:
-            stored[4 + index], stored[6 + index] = moment
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in stored]
-    if any([address & 15 for address in addresses]):
-        return None
-    if rng_key is not None and not 0 <= rng_key < 1 << 32:
-        raise ValueError(f"rng_key must be in [0, 2**32), got {rng_key}")
-    return (*addresses, rng_key or 0, 0)
+    addresses = addresses_of((*pair, weight, low), moments)
+    return None if addresses is None else [*addresses, checked_key(rng_key), 0]
 
 
 def _kind(update: Update) -> tuple[object, ...]:
@@ -87,9 +77,7 @@ def _kind(update: Update) -> tuple[object, ...]:
     weight, pair, moments, rule, scalars, coefficient, rng_key, low = update
     assert isinstance(pair, tuple)
     dy_TN, x_TK = pair
-    tensors = [dy_TN, x_TK, weight]
-    for moment in moments:
-        tensors.extend((moment,) if isinstance(moment, torch.Tensor) else moment)
+    tensors = [dy_TN, x_TK, weight, *tensors_of(moments)]
     if low is not None:
         tensors.append(low)
     return (
@@ -116,7 +104,7 @@ def _fits(update: Update) -> bool:
 
 
 def _tables(
-    updates: Sequence[Update], rows: Sequence[tuple[int, ...] | None], groups: Sequence[list[int]]
+    updates: Sequence[Update], rows: Sequence[list[int] | None], groups: Sequence[list[int]]
 ) -> list[torch.Tensor]:
     """The table of each group: parts of one for each device, as every copy costs the host."""
     by_device: defaultdict[torch.device, list[int]] = defaultdict(list)

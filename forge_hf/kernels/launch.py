@@ -19,6 +19,7 @@ from ..quantized import Moment
 from ..scalars import StepScalars
 from ..updates import Update
 from .checks import Lookup, Segment, check_lookups, check_update, merge
+from .dense_groups import dense_groups_
 from .elementwise import launch_dense_update
 from .embedding import accumulate_rows, launch_table_update, rows_norm_sq, sum_rows
 from .groups import update_groups_
@@ -263,8 +264,14 @@ def accumulate_lookups_(buffer: torch.Tensor, lookups: Sequence[Lookup]) -> None
 
 
 def dense_updates_(updates: Sequence[Update]) -> None:
-    """`dense_update_` of each."""
-    for weight, gradient, moments, rule, scalars, coefficient, rng_key, low in updates:
+    """`dense_update_` of each; those of one kind share a launch, whatever their sizes.
+
+    Raises:
+        ValueError: as `dense_update_`.
+    """
+    for index in dense_groups_(updates):
+        weight, gradient, moments, rule, scalars, coefficient, rng_key, low = updates[index]
+        assert isinstance(gradient, torch.Tensor)
         dense_update_(
             weight, gradient, moments, rule, scalars, coefficient=coefficient, rng_key=rng_key, low=low
         )

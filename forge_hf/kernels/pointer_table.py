@@ -7,15 +7,18 @@ A row is one weight: the addresses of its tensors and its random key, as int64. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["ELEMENTS", "address", "pointer_table"]
+from ..quantized import Moment
+
+__all__ = ["ELEMENTS", "address", "addresses_of", "checked_key", "elements_of", "pointer_table", "tensors_of"]
 
 #: torch's dtypes as the kernels' constexprs.
-ELEMENTS = {
+ELEMENTS: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -31,8 +34,8 @@ def address(table_ptr, column: tl.constexpr, ELEMENT: tl.constexpr):
     if ELEMENT is None:
         pointer = None
     else:
-        value = tl.multiple_of(tl.load(table_ptr + column), 16)
-        pointer = value.to(tl.pointer_type(ELEMENT), bitcast=True)
+        pointer = tl.load(table_ptr + column).to(tl.pointer_type(ELEMENT), bitcast=True)
+        pointer = tl.multiple_of(pointer, 16)
     return pointer
 
 
@@ -44,3 +47,47 @@ def pointer_table(rows: Sequence[int], columns: int, device: torch.device) -> to
     """
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
     return table.view(-1, columns).to(device, non_blocking=True)
+
+
+def _columns_of(moments: Sequence[Moment]) -> list[torch.Tensor | None]:
+    """Both moments and both scales."""
+    stored: list[torch.Tensor | None] = [None, None, None, None]
+    for index, moment in enumerate(moments):
+        stored[index], stored[index + 2] = (moment, None) if isinstance(moment, torch.Tensor) else moment
+    return stored
+
+
+def elements_of(
+    names: tuple[str, ...], tensors: tuple[torch.Tensor | None, ...], moments: Sequence[Moment]
+) -> dict[str, Any]:
+    """The ELEMENTs of a kernel for groups: of `tensors` by `names`, then M, V, M_SCALE and V_SCALE."""
+    every = zip((*names, "M", "V", "M_SCALE", "V_SCALE"), (*tensors, *_columns_of(moments)), strict=True)
+    return {name: None if tensor is None else ELEMENTS[tensor.dtype] for name, tensor in every}
+
+
+def tensors_of(moments: Sequence[Moment]) -> list[torch.Tensor]:
+    """All tensors of the moments."""
+    tensors: list[torch.Tensor] = []
+    for moment in moments:
+        tensors.extend((moment,) if isinstance(moment, torch.Tensor) else moment)
+    return tensors
+
+
+def addresses_of(tensors: tuple[torch.Tensor | None, ...], moments: Sequence[Moment]) -> list[int] | None:
+    """Addresses of `tensors`, both moments and both scales, 0 for what is not there.
+
+    None if one is not a multiple of 16.
+    """
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *_columns_of(moments))]
+    return None if any([address & 15 for address in addresses]) else addresses
+
+
+def checked_key(rng_key: int | None) -> int:
+    """A random key as the table has it.
+
+    Raises:
+        ValueError: it is not in [0, 2^32).
+    """
+    if rng_key is not None and not 0 <= rng_key < 1 << 32:
+        raise ValueError(f"rng_key must be in [0, 2**32), got {rng_key}")
+    return rng_key or 0

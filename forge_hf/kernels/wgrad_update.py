@@ -19,7 +19,7 @@ from ..quantized import Moment, QuantizedMoment
 from .embedding import RowSums, load_rows
 from .moments import block_offsets, blocks_inside
 from .plan import update_tile
-from .pointer_table import ELEMENTS, address
+from .pointer_table import address, elements_of
 from .replay import Launch
 from .rounding import hash_seed, lane_seed
 from .rules import RuleArguments, load_state, named, update_elements
@@ -225,12 +225,8 @@ def grouped_update(
     a row a multiple of 16 bytes. Partials are (count, programs).
     """
     programs, numbers, flags, options = _chosen(weight, dy_TN, x_TK, moments, constants)
-    stored: list[torch.Tensor | None] = [dy_TN, weight, low, None, None, None, None]
-    for index, moment in enumerate(moments):
-        stored[3 + index], stored[5 + index] = moment if isinstance(moment, tuple) else (moment, None)
-    elements = [None if tensor is None else ELEMENTS[tensor.dtype] for tensor in stored]
-    names = ("PAIR", "WEIGHT", "LOW", "M", "V", "M_SCALE", "V_SCALE")
-    flags |= {**dict(zip(names, elements, strict=True)), "COLUMNS": GROUP_COLUMNS}
+    flags |= elements_of(("PAIR", "WEIGHT", "LOW"), (dy_TN, weight, low), moments)
+    flags["COLUMNS"] = GROUP_COLUMNS
     return FusedUpdate(programs, Launch(_grouped_update_kernel, (programs, count), numbers, flags, **options))
 
 
