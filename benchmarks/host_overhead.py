@@ -37,6 +37,7 @@ def stub_backend() -> SimpleNamespace:
         wgrad_update_=lambda *_, **__: norm_sq,
         dense_update_=lambda *_, **__: None,
         wgrad_norm_sq=lambda *_: norm_sq,
+        wgrad_norms_sq=lambda pairs: norm_sq.expand(len(pairs)),
     )
 
 

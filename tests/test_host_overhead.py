@@ -62,6 +62,7 @@ def no_kernels(monkeypatch):
         wgrad_update_=lambda *_, **__: norm_sq,
         dense_update_=lambda *_, **__: None,
         wgrad_norm_sq=lambda *_: norm_sq,
+        wgrad_norms_sq=lambda pairs: norm_sq.expand(len(pairs)),
     )
     for module in (update, gradient):
         monkeypatch.setattr(module, "backend_for", lambda _: stub)

@@ -21,8 +21,9 @@ def address(table_ptr, column: tl.constexpr, ELEMENT: tl.constexpr):
     if ELEMENT is None:
         pointer = None
     else:
-        value = tl.multiple_of(tl.load(table_ptr + column), 16)
-        pointer = value.to(tl.pointer_type(ELEMENT), bitcast=True)
+        pointer = tl.load(table_ptr + column).to(tl.pointer_type(ELEMENT), bitcast=True)
+        # Of the pointer: the compiler forgets what it knew of an integer that becomes one.
+        pointer = tl.multiple_of(pointer, 16)
     return pointer
 
 
