@@ -15,7 +15,7 @@ import cProfile
 import pstats
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,15 +30,18 @@ MODES = {"step": 1.0, "backward": float("inf")}  # with the clip threshold that 
 Phase = Callable[[Any], Any]
 
 
-def stub_backend() -> SimpleNamespace:
+def stub_backend() -> ModuleType:
     """A backend whose functions cost nothing."""
     norm_sq = torch.ones(())
-    return SimpleNamespace(
-        wgrad_update_=lambda *_, **__: norm_sq,
-        dense_update_=lambda *_, **__: None,
+    stub = ModuleType("stub")
+    vars(stub).update(
+        wgrad_updates_=lambda updates, *_: [norm_sq] * len(updates),
+        dense_updates_=lambda _: None,
+        waits_for_company=lambda _: True,
         wgrad_norm_sq=lambda *_: norm_sq,
         wgrad_norms_sq=lambda pairs: norm_sq.expand(len(pairs)),
     )
+    return stub
 
 
 def build(layers: int, mode: str | None, dtype: torch.dtype, bias: bool) -> dict[str, Phase]:

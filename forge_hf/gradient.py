@@ -17,7 +17,9 @@ exceeds what torch needs. Lookups cost T K elements, their ids, and later their 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -323,11 +325,11 @@ def norms_sq(gradients: Sequence[FactoredGradient]) -> list[Tensor]:
     In few launches, which fill what `FactoredGradient.norm_sq` keeps. The vectors, each on one device, and
     their elements come in an order that is the same for the same gradients.
     """
-    _measure({id(g): g for g in gradients if g._norm_sq is None or not g._norm_sq.ndim}.values())
+    _measure(dict.fromkeys([g for g in gradients if g._norm_sq is None or not g._norm_sq.ndim]))
     # By vector and coefficient; those that share the first have mostly been scaled together.
-    groups: dict[tuple[int, int], list[FactoredGradient]] = {}
+    groups: defaultdict[tuple[int, int], list[FactoredGradient]] = defaultdict(list)
     for gradient in gradients:
-        groups.setdefault((id(gradient._norm_sq), id(gradient.coefficient)), []).append(gradient)
+        groups[id(gradient._norm_sq), id(gradient.coefficient)].append(gradient)
     vectors = []
     for members in groups.values():
         vector, coefficient = members[0]._norm_sq, members[0].coefficient
@@ -341,23 +343,21 @@ def norms_sq(gradients: Sequence[FactoredGradient]) -> list[Tensor]:
 
 def _measure(gradients: Iterable[FactoredGradient]) -> None:
     """Give each gradient a place in a vector of squared norms before the coefficients."""
-    buffers: dict[tuple[torch.device, torch.dtype], list[FactoredGradient]] = {}
-    pairs: dict[tuple[torch.device, int], list[FactoredGradient]] = {}
-    others: dict[torch.device, list[FactoredGradient]] = {}
+    buffers: defaultdict[tuple[torch.device, torch.dtype], list[FactoredGradient]] = defaultdict(list)
+    pairs: defaultdict[tuple[torch.device, ModuleType], list[FactoredGradient]] = defaultdict(list)
+    others: defaultdict[torch.device, list[FactoredGradient]] = defaultdict(list)
     for gradient in gradients:
         if gradient._norm_sq is None and gradient.buffer is not None:
-            buffers.setdefault((gradient.device, gradient.buffer.dtype), []).append(gradient)
+            buffers[gradient.device, gradient.buffer.dtype].append(gradient)
         elif gradient._norm_sq is None and len(gradient.segments) == 1 and not gradient.looked_up:
-            key = gradient.device, id(backend_for(gradient._weight))
-            pairs.setdefault(key, []).append(gradient)
+            pairs[gradient.device, backend_for(gradient._weight)].append(gradient)
         else:
-            others.setdefault(gradient.device, []).append(gradient)
+            others[gradient.device].append(gradient)
     for members in buffers.values():
         tensors = [gradient.buffer for gradient in members if gradient.buffer is not None]
         norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
         _place(members, torch.stack(norms).square())
-    for members in pairs.values():
-        backend = backend_for(members[0]._weight)
+    for (_, backend), members in pairs.items():
         _place(members, backend.wgrad_norms_sq([gradient.pairs()[0] for gradient in members]))
     for members in others.values():
         _place(members, torch.stack([gradient.unscaled_norm_sq() for gradient in members]))

@@ -14,6 +14,7 @@ involved.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -77,10 +78,10 @@ def clip_slots_and_grads_(
     exact = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
     lagged = {id(slot.tape): slot.tape for slot in slots if slot.tape.lagged}
     used = {key: tape.exchange_lagged(exact) for key, tape in lagged.items()}
-    held: dict[int, list[FactoredGradient]] = {}
+    held: defaultdict[int, list[FactoredGradient]] = defaultdict(list)
     for slot in slots:
         if slot.gradient is not None:
-            held.setdefault(id(slot.tape), []).append(slot.gradient)
+            held[id(slot.tape)].append(slot.gradient)
     for tape_id, gradients in held.items():
         scale_all_(gradients, used.get(tape_id, exact))
     coefficient = next(iter(used.values()), exact)
@@ -100,8 +101,10 @@ def _slot_norms(slots: list[WeightSlot]) -> tuple[list[Tensor], list[WeightSlot]
     squares = norms_sq([slot.gradient for slot in slots if slot.gradient is not None])
     applied = [slot for slot in slots if slot.norm_sq is not None]
     consumed = [slot.norm_sq for slot in applied if slot.norm_sq is not None]
-    if consumed:
-        squares.append(_stacked(consumed, consumed[0].device))
+    squares += [square for square in consumed if square.ndim]
+    single = [square for square in consumed if not square.ndim]
+    if single:
+        squares.append(_stacked(single, single[0].device))
     return squares, applied
 
 

@@ -25,15 +25,19 @@ from .quantized import Moment, QuantizedMoment, dequantize, quantize_, uniform_o
 from .rounding import join_low_bits, next_bits, random_bits, split_low_bits_, store_
 from .row_sums import Lookup, RowSums, add_row_sums_, row_sums
 from .scalars import StepScalars
+from .updates import Update
 
 __all__ = [
     "accumulate_dense_",
     "accumulate_lookups_",
     "dense_update_",
+    "dense_updates_",
     "plain_math",
+    "waits_for_company",
     "wgrad_norm_sq",
     "wgrad_norms_sq",
     "wgrad_update_",
+    "wgrad_updates_",
 ]
 
 #: Elements of W that are updated at a time; a few fp32 temporaries of this size are alive.
@@ -238,6 +242,42 @@ def dense_update_(
         chunk = [_rows_of(moment, rows) for moment in moments]
         below, start = None if low is None else low[rows], rows.start * columns
         _update_rows_(weight[rows], part, chunk, rule, scalars, rng_key, below, start)
+
+
+def dense_updates_(updates: Sequence[Update]) -> None:
+    """`dense_update_` of each."""
+    for update in updates:
+        assert isinstance(update.gradient, Tensor)
+        dense_update_(
+            update.weight, update.gradient, update.moments, update.rule, update.scalars,
+            coefficient=update.coefficient, rng_key=update.rng_key, low=update.low,
+        )  # fmt: skip
+
+
+def wgrad_updates_(updates: Sequence[Update], want_norm_sq: bool = False) -> list[Tensor | None]:
+    """`wgrad_update_` of each, which has one pair."""
+    results = []
+    for update in updates:
+        assert isinstance(update.gradient, tuple)
+        results.append(
+            wgrad_update_(
+                update.weight,
+                [update.gradient],
+                update.moments,
+                update.rule,
+                update.scalars,
+                coefficient=update.coefficient,
+                rng_key=update.rng_key,
+                low=update.low,
+                want_norm_sq=want_norm_sq,
+            )  # fmt: skip
+        )
+    return results
+
+
+def waits_for_company(update: Update) -> bool:
+    """No update is faster together with others here."""
+    return False
 
 
 @plain_math

@@ -49,7 +49,7 @@ class WeightSlot:
     Attributes:
         gradient: What is pending, or None.
         updated: Whether the weight was already updated in this step.
-        norm_sq: Squared norm of the consumed gradient of this step (0-d fp32), or None.
+        norm_sq: What adds up to the squared norm of the consumed gradient of this step (fp32), or None.
         stale: The gradient was consumed and `zero_grad()` has not been called since.
         spoiled: A gradient came after that, so that the sum torch would hold is lost.
     """

@@ -40,6 +40,8 @@ class Tape:
     Args:
         owner: The optimizer. Held weakly, so that a model does not keep a dropped optimizer alive.
         consume: Called as `consume(owner, slot)` when a slot's gradient is complete in `backward` mode.
+        finish: Called as `finish(owner, completed)` when the last running backward has ended or one has
+            failed: to run or to forget the updates that `consume` has put off.
 
     Attributes:
         owner: Returns the optimizer, or None when it is gone.
@@ -47,7 +49,6 @@ class Tape:
         lagged: Whether clipping uses the coefficient of the previous step.
         lagged_coefficient: That coefficient (0-d fp32), or None before the first clipping, which is exact.
         partial: A backward or step was interrupted and its gradients were dropped.
-        begun: An update of this step was started.
         interrupted: Sentence of an update that was interrupted halfway, or None.
         hold_depth: Above 0 inside `no_sync()`.
         lost: Names of weights that another optimizer took over.
@@ -55,15 +56,17 @@ class Tape:
         scalars: Numbers of this step's updates: by index of the group, by count of the update.
     """
 
-    def __init__(self, owner: Any, consume: Callable[[Any, WeightSlot], None]) -> None:
+    def __init__(
+        self, owner: Any, consume: Callable[[Any, WeightSlot], None], finish: Callable[[Any, bool], None]
+    ) -> None:
         self.owner: Callable[[], Any] = weakref.ref(owner)
         self._consume = consume
+        self._finish = finish
         self.slots: list[WeightSlot] = []
         self.backward_mode = False
         self.lagged = False
         self.lagged_coefficient: Tensor | None = None
         self.partial = False
-        self.begun = False
         self.interrupted: Exception | None = None
         self.hold_depth = 0
         self.lost: list[str] = []
@@ -109,9 +112,22 @@ class Tape:
         """The backward `task` has ended."""
         self._open_tasks.discard(task)
         self._copies.clear()
+        owner = self.owner()
         if completed:
+            try:
+                if owner is not None and not self._open_tasks:
+                    self._finish(owner, True)
+            except BaseException:
+                self._fail()
+                raise
             self._unshare()
             return
+        if owner is not None:
+            self._finish(owner, False)
+        self._fail()
+
+    def _fail(self) -> None:
+        """Drop the gradients of a backward that failed, and remember whether it had begun to update."""
         self._held_outputs.clear()
         updated = sum(slot.updated for slot in self.slots)
         if updated:
@@ -150,7 +166,7 @@ class Tape:
         """Drop all pending gradients; nothing is owed any more."""
         for slot in self.slots:
             slot.discard()
-        self.partial = self.begun = False
+        self.partial = False
         self.forget_settings()
 
     def zero_grad(self, slots: list[WeightSlot], set_to_none: bool) -> None:
@@ -169,7 +185,6 @@ class Tape:
 
     def end_step(self) -> None:
         """Close the step: gradients are gone, and adding to them without `zero_grad()` is an error."""
-        self.begun = False
         self.forget_settings()
         for slot in self.slots:
             slot.end_step()

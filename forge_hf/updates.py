@@ -17,7 +17,8 @@ class Update(NamedTuple):
 
     Attributes:
         weight: fp32, bf16 or fp16, changed in place.
-        gradient: One pair (dy (T, N), x (T, K)) of a weight (N, K), or a dense gradient of its shape.
+        gradient: One pair (dy (T, N), x (T, K)) of a weight (N, K), a dense gradient of its shape, or None
+            where it is given apart.
         moments: In the order of `Rule.moment_names`, changed in place.
         rule: "adamw", "lion" or "sgd".
         scalars: The numbers of this step.
@@ -27,7 +28,7 @@ class Update(NamedTuple):
     """
 
     weight: Tensor
-    gradient: Tensor | tuple[Tensor, Tensor]
+    gradient: Tensor | tuple[Tensor, Tensor] | None
     moments: tuple[Moment, ...]
     rule: str
     scalars: StepScalars

@@ -156,7 +156,7 @@ def report_gram(operand: torch.dtype, tokens: int) -> None:
         **reads,
         **sides,
     }
-    table = {**TABLE, "ELEMENT": grouped_norm._ELEMENTS[operand], "PARTS": gram.parts_n + gram.parts_k}
+    table = {**TABLE, "ELEMENT": grouped_norm.ELEMENTS[operand], "PARTS": gram.parts_n + gram.parts_k}
     arguments = {**pair_arguments(operand, False, plan.GENERIC), **ints, **pointers, **blocks, **table}
     columns = {
         **arguments,
@@ -216,7 +216,7 @@ def main(everything: bool) -> None:
     for operand in TYPES if everything else (bf16,):
         for tile in (plan.FP32,) if operand == f32 else (plan.GENERIC, norm_plan.HOPPER_NORM):
             for even in (True, False):
-                table = {**TABLE, "ELEMENT": grouped_norm._ELEMENTS[operand]}
+                table = {**TABLE, "ELEMENT": grouped_norm.ELEMENTS[operand]}
                 arguments = {**pair_arguments(operand, even, tile), **table}
                 for kernel in (wgrad_norm._gemm_norm_kernel, grouped_norm._gemms_kernel):
                     report(f"{operand} {even} {tile.block_n}x{tile.block_k}", kernel, arguments, tile)

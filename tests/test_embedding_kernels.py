@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forge_hf import reference
-from forge_hf.kernels import embedding, launch, plan, wgrad_chunks, wgrad_update
+from forge_hf.kernels import embedding, launch, paths, plan, wgrad_chunks, wgrad_update
 from tests.kernel_cases import (
     BF16,
     DEVICE,
@@ -143,7 +143,7 @@ def test_every_tile_adds_the_rows(tile, monkeypatch):
 
 
 def test_chunks_add_the_rows(monkeypatch):
-    monkeypatch.setattr(launch, "uses_chunks", lambda *_: True)
+    monkeypatch.setattr(paths, "uses_chunks", lambda *_: True)
     monkeypatch.setattr(wgrad_chunks, "BUFFER_BYTES", 4 * 16 * wgrad_chunks.ROW_STEP)
     N, K, T = 300, 16, 5
     w, moments = setup("adamw", N, K, F32, F32)

@@ -1,4 +1,4 @@
-"""The Hopper kernel gives the bits of the general one: needs a Hopper card, Triton 3.6, FORGE_HF_HOPPER=1."""
+"""The Hopper kernel gives the bits of the general one: needs a Hopper card and Triton 3.6."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kernel_cases import (
 )
 
 HERE = DEVICE == "cuda" and wgrad_hopper.COMPILES and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HERE, reason="needs an H100 or H200, Triton 3.6, FORGE_HF_HOPPER=1")
+on_hopper = pytest.mark.skipif(not HERE, reason="needs an H100 or H200 and Triton 3.6")
 TILES = pytest.mark.parametrize("tile", [wgrad_hopper.SQUARE, wgrad_hopper.WIDE], ids=["square", "wide"])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge_hf import quantized, reference, rounding
-from forge_hf.kernels import launch, plan, wgrad_chunks, wgrad_update
+from forge_hf.kernels import launch, paths, plan, wgrad_chunks, wgrad_update
 from forge_hf.quantized import QuantizedMoment
 from forge_hf.scalars import StepScalars
 from tests.kernel_cases import (
@@ -122,7 +122,7 @@ def test_every_tile_of_the_table(tile, shape, monkeypatch):
 @pytest.mark.parametrize("operand", [F32, BF16])
 def test_chunks(shape, operand, monkeypatch):
     """Rows of whole blocks go in chunks, others to the fused kernel."""
-    monkeypatch.setattr(launch, "uses_chunks", lambda *_: True)
+    monkeypatch.setattr(paths, "uses_chunks", lambda *_: True)
     monkeypatch.setattr(wgrad_chunks, "BUFFER_BYTES", 4 * 192 * 128)
     N, K, T = shape
     w, moments = quantized_setup("adamw", N, K, BF16)

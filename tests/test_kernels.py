@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forge_hf import reference
-from forge_hf.kernels import launch, plan, wgrad_chunks, wgrad_gram, wgrad_norm, wgrad_update
+from forge_hf.kernels import launch, paths, plan, wgrad_chunks, wgrad_gram, wgrad_norm, wgrad_update
 from forge_hf.scalars import StepScalars
 from tests.kernel_cases import (
     BF16,
@@ -138,7 +138,7 @@ def agree_with_the_reference(w, pair, moments, ours, norm_sq):
 @pytest.mark.parametrize("shape", [(300, 136, 33), (128, 8, 5), (1, 64, 9)])
 def test_chunks_number_the_elements_as_the_whole_weight_does(shape, monkeypatch):
     """Several chunks, the last of them ragged; fp32 operands, as `plan.uses_chunks` sends them here."""
-    monkeypatch.setattr(launch, "uses_chunks", lambda *_: True)
+    monkeypatch.setattr(paths, "uses_chunks", lambda *_: True)
     monkeypatch.setattr(wgrad_chunks, "BUFFER_BYTES", 4 * 136 * 128)
     N, K, T = shape
     w, moments = setup("adamw", N, K, BF16, BF16)

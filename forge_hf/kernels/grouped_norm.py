@@ -24,7 +24,7 @@ import triton.language as tl
 from .checks import FLOATS, Segment
 from .norm_plan import GramPlan, gram_plan, norm_tile, uses_descriptors, uses_gram
 from .plan import Tile
-from .pointer_table import address, pointer_table
+from .pointer_table import ELEMENTS, address, pointer_table
 from .replay import Launch
 from .wgrad_gram import gram_columns, gram_kinds, gram_part, gram_product
 from .wgrad_norm import FINISH_BLOCK, finished, gemm_constants, product_tile
@@ -43,8 +43,6 @@ SLOT = tl.constexpr(32)
 # Columns of the table; offsets count elements of the buffer, PLACE is the index of the result.
 DY, X, PARTIALS, SCRATCH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 COUNT, PLACE, WIDTH = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
-
-_ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -186,7 +184,7 @@ def _launches(key: _Key, device: torch.device, pairs: int) -> tuple[Launch, ...]
     if kind.plan is None:
         return ()
     (T, N), (_, K), dy_stride, x_stride, operand, _, _ = key
-    strides, element = (*dy_stride, *x_stride), {"ELEMENT": _ELEMENTS[operand]}
+    strides, element = (*dy_stride, *x_stride), {"ELEMENT": ELEMENTS[operand]}
     if isinstance(kind.plan, Tile):
         tile = kind.plan
         constants = {**element, **gemm_constants(T, N, K, tile)}
@@ -252,21 +250,23 @@ def grouped_norms_sq(pairs: Sequence[Segment]) -> tuple[torch.Tensor, list[int]]
 
     # Launches run one after the other, so they share the scratch, which comes before all partials.
     at = max([kind.scratch * min(kind.most, len(group)) for _, kind, group in kinds], default=0)
-    rows: list[tuple[int, ...]] = []
+    rows: list[int] = []
+    count = 0
     work: list[tuple[tuple[Launch, ...], int]] = []
     for key, kind, group in kinds:
         for start in range(0, len(group), kind.most):
             served = group[start : start + kind.most]
-            work.append((_launches(key, device, len(served)), len(rows)))
+            work.append((_launches(key, device, len(served)), count))
+            count += len(served)
             for number, (dy_at, x_at, place) in enumerate(served):
-                rows.append((dy_at, x_at, at, number * kind.scratch, kind.partials, place))
+                rows += (dy_at, x_at, at, number * kind.scratch, kind.partials, place)
                 at += kind.room
     norms = torch.empty(len(pairs), dtype=torch.float32, device=device)
     if rows:
-        table = pointer_table(rows, device)
+        table = pointer_table(rows, WIDTH.value, device)
         buffer = torch.empty(at, dtype=torch.float32, device=device)
         for launches, row in work:
             for launch in launches:
                 launch(table, buffer, row)
-        _finish_launch(len(rows), device.index)(table, buffer, norms)
+        _finish_launch(count, device.index)(table, buffer, norms)
     return norms, alone

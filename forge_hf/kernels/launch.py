@@ -11,26 +11,26 @@ Every function launches on the device of its tensors, whichever device is curren
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 import torch
 
-from ..quantized import BLOCK, Moment, QuantizedMoment
+from ..quantized import Moment
 from ..scalars import StepScalars
+from ..updates import Update
 from .checks import Lookup, Segment, check_lookups, check_update, merge
 from .elementwise import launch_dense_update
 from .embedding import accumulate_rows, launch_table_update, rows_norm_sq, sum_rows
 from .grouped_norm import grouped_norms_sq
+from .groups import update_groups_
 from .norm_plan import uses_gram
-from .plan import uses_chunks
+from .paths import choose, chunk_of, on_device_of
 from .rules import rule_arguments
 from .tiles import INTERPRET
-from .wgrad_chunks import chunk_rows, launch_wgrad_chunks
+from .wgrad_chunks import launch_wgrad_chunks
 from .wgrad_gram import centred_gram_norm_sq
-from .wgrad_hopper import HopperUpdate, hopper_update
+from .wgrad_hopper import HopperUpdate
 from .wgrad_norm import gemm_norm_sq
 from .wgrad_update import FusedUpdate, fused_update
 
@@ -44,6 +44,10 @@ __all__ = [
     "wgrad_norms_sq",
     "wgrad_update_",
 ]
+
+
+#: A larger weight keeps the card busy for longer than its launch takes the host.
+GROUP_ELEMENTS = 1 << 25
 
 
 def available(tensor: torch.Tensor) -> bool:
@@ -92,7 +96,7 @@ def wgrad_update_(
     Raises:
         ValueError: shapes, dtypes, strides or devices do not fit.
     """
-    with _on(weight):
+    with on_device_of(weight):
         if len(segments) == 1 and not lookups:
             known = _known_update(weight, segments[0], moments, rule, scalars, coefficient, rng_key, low)
             if known is not None:
@@ -112,30 +116,16 @@ def wgrad_update_(
             if only:
                 launch_table_update(weight, rows, arguments)
                 return norm_sq
-        chunk = _chunk(weight, dy_TN, moments)
+        chunk = chunk_of(weight, dy_TN, moments)
         if chunk:
             return launch_wgrad_chunks(weight, dy_TN, x_TK, arguments, want_norm_sq, chunk, rows)
         if not weight.numel():
             return torch.zeros((), device=weight.device) if want_norm_sq else None
         if rows is None:
-            update = _choose(weight, dy_TN, x_TK, moments, arguments.constants, low)
+            update = choose(weight, dy_TN, x_TK, moments, arguments.constants, low)
             return update.run(weight, dy_TN, x_TK, arguments, want_norm_sq)
         tied = fused_update(weight, dy_TN, x_TK, moments, arguments.constants)
         return tied.run(weight, dy_TN, x_TK, arguments, want_norm_sq, rows)
-
-
-def _choose(
-    weight: torch.Tensor,
-    dy_TN: torch.Tensor,
-    x_TK: torch.Tensor,
-    moments: Sequence[Moment],
-    constants: tuple[str, bool, bool],
-    low: torch.Tensor | None,
-) -> FusedUpdate | HopperUpdate:
-    """The kernel for one pair: Hopper's where it fits and was found faster, else the one for every card."""
-    return hopper_update(weight, dy_TN, x_TK, moments, constants, low) or fused_update(
-        weight, dy_TN, x_TK, moments, constants
-    )
 
 
 #: Updates that were checked once, by all that matters about their tensors.
@@ -161,7 +151,7 @@ def _known_update(
     """
     dy_TN, x_TK = segment
     # torch's settings of the moment have a say in this one
-    if dy_TN.ndim == weight.ndim == 2 and _chunk(weight, dy_TN, moments):
+    if dy_TN.ndim == weight.ndim == 2 and chunk_of(weight, dy_TN, moments):
         return None
     tensors = [dy_TN, x_TK, weight, low, coefficient]
     for moment in moments:
@@ -186,21 +176,10 @@ def _known_update(
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()
         constants = (rule, bool(scalars.nesterov), rng_key is not None)
-        known = _KNOWN[key] = _choose(weight, dy_TN, x_TK, moments, constants, low)
+        known = _KNOWN[key] = choose(weight, dy_TN, x_TK, moments, constants, low)
     elif rng_key is not None and not 0 <= rng_key < 1 << 32:
         raise ValueError(f"rng_key must be in [0, 2**32), got {rng_key}")
     return known
-
-
-def _chunk(weight: torch.Tensor, dy_TN: torch.Tensor, moments: Sequence[Moment]) -> int:
-    """Rows per chunk where the update goes in chunks, else 0."""
-    N, K = weight.shape
-    quantized = any(isinstance(moment, QuantizedMoment) for moment in moments)
-    if (quantized and K % BLOCK) or not uses_chunks(
-        dy_TN.shape[0], N, K, dy_TN.dtype, weight.device, quantized
-    ):
-        return 0
-    return chunk_rows(N, K)
 
 
 def dense_update_(
@@ -235,7 +214,7 @@ def dense_update_(
             f"grad {tuple(grad.shape)} {grad.dtype} on {grad.device} does not fit "
             f"weight {tuple(weight.shape)} on {weight.device}"
         )
-    with _on(weight):
+    with on_device_of(weight):
         arguments = rule_arguments(rule, scalars, coefficient, rng_key, moments, low, weight.device)
         launch_dense_update(weight, grad, arguments)
 
@@ -253,7 +232,7 @@ def wgrad_norm_sq(segments: Sequence[Segment], lookups: Sequence[Lookup] = ()) -
     if not segments:
         like = lookups[0][1]
         check_lookups(lookups, like.shape[-1], like)
-        with _on(like):
+        with on_device_of(like):
             return rows_norm_sq(lookups)
     dy, x = segments[0]
     if dy.ndim != 2 or x.ndim != 2:
@@ -262,7 +241,7 @@ def wgrad_norm_sq(segments: Sequence[Segment], lookups: Sequence[Lookup] = ()) -
     (T, N), K = dy_TN.shape, x_TK.shape[1]
     check_lookups(lookups, K, dy)
     looked_up = any(ids.shape[0] for ids, _ in lookups)
-    with _on(dy):
+    with on_device_of(dy):
         if looked_up and not T:
             return rows_norm_sq(lookups)
         if not looked_up and uses_gram(T, N, K, dy_TN.dtype):
@@ -283,7 +262,7 @@ def wgrad_norms_sq(pairs: Sequence[Segment]) -> torch.Tensor:
         raise ValueError("wgrad_norms_sq needs at least one pair (it may have no tokens)")
     if len(pairs) == 1:
         return wgrad_norm_sq(pairs).reshape(1)
-    with _on(pairs[0][0]):
+    with on_device_of(pairs[0][0]):
         norms, alone = grouped_norms_sq(pairs)
         for index in alone:
             norms[index] = wgrad_norm_sq([pairs[index]])
@@ -301,12 +280,40 @@ def accumulate_lookups_(buffer: torch.Tensor, lookups: Sequence[Lookup]) -> None
         ValueError: shapes, dtypes or devices do not fit.
     """
     check_lookups(lookups, buffer.shape[1], buffer)
-    with _on(buffer):
+    with on_device_of(buffer):
         accumulate_rows(buffer, lookups)
 
 
-def _on(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
+def dense_updates_(updates: Sequence[Update]) -> None:
+    """`dense_update_` of each."""
+    for weight, gradient, moments, rule, scalars, coefficient, rng_key, low in updates:
+        dense_update_(
+            weight, gradient, moments, rule, scalars, coefficient=coefficient, rng_key=rng_key, low=low
+        )
+
+
+def wgrad_updates_(updates: Sequence[Update], want_norm_sq: bool = False) -> list[torch.Tensor | None]:
+    """`wgrad_update_` of weights with one pair each; those alike share a launch.
+
+    Returns:
+        For each an fp32 tensor whose sum is ||G||^2, or None.
+
+    Raises:
+        ValueError: as `wgrad_update_`.
+    """
+    results, left = update_groups_(updates, want_norm_sq)
+    for index in left:
+        weight, pair, moments, rule, scalars, coefficient, rng_key, low = updates[index]
+        assert isinstance(pair, tuple)
+        results[index] = wgrad_update_(
+            weight, [pair], moments, rule, scalars,
+            coefficient=coefficient, rng_key=rng_key, low=low, want_norm_sq=want_norm_sq,
+        )  # fmt: skip
+    return results
+
+
+def waits_for_company(update: Update) -> bool:
+    """Whether one launch for this update and others of its kind is faster."""
+    weight, pair, moments = update[:3]
+    assert isinstance(pair, tuple)
+    return weight.numel() < GROUP_ELEMENTS and not chunk_of(weight, pair[0], moments)

