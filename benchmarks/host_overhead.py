@@ -39,6 +39,7 @@ def stub_backend() -> ModuleType:
         dense_updates_=lambda _: None,
         waits_for_company=lambda _: True,
         wgrad_norm_sq=lambda *_: norm_sq,
+        wgrad_norms_sq=lambda pairs: norm_sq.expand(len(pairs)),
     )
     return stub
 

@@ -2,7 +2,7 @@
 
 `FORGE_HF_BACKEND` is "auto" (Triton for weights on a GPU that it supports, else torch), "triton" or
 "reference"; a change acts on the next optimizer that is built and after the next `step()`. Both backends
-offer `wgrad_update_`, `dense_update_` and `wgrad_norm_sq` with the same arguments (see `reference.py`).
+offer the same functions with the same arguments (see `reference.py`).
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ exceeds what torch needs. Lookups cost T K elements, their ids, and later their 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from .dispatch import backend_for
 from .reference import accumulate_dense_, plain_math
 from .row_sums import add_row_sums_, row_sums
 
-__all__ = ["FactoredGradient", "Lookup", "Segment"]
+__all__ = ["FactoredGradient", "Lookup", "Segment", "norms_sq", "scale_all_"]
 
 
 class Segment(NamedTuple):
@@ -89,7 +91,9 @@ class FactoredGradient:
         self.buffer: Tensor | None = None
         self.coefficient: Tensor | None = None
         self._weight = weight
+        # 0-d, or a vector of the norms of many gradients and the place of this one
         self._norm_sq: Tensor | None = None
+        self._place = 0
 
     @property
     def empty(self) -> bool:
@@ -232,7 +236,7 @@ class FactoredGradient:
                 self._norm_sq = backend_for(self._weight).wgrad_norm_sq(self.pairs(), self.lookups())
             else:
                 self._norm_sq = torch.zeros((), dtype=torch.float32, device=self.device)
-        return self._norm_sq
+        return self._norm_sq[self._place] if self._norm_sq.ndim else self._norm_sq
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The gradient as a new tensor (N, K), in the weight's dtype or `dtype`; the pairs stay."""
@@ -313,3 +317,72 @@ class FactoredGradient:
         if self.coefficient is not None:
             self._densify().mul_(self.coefficient)
             self.coefficient = None
+
+
+def norms_sq(gradients: Sequence[FactoredGradient]) -> list[Tensor]:
+    """||coefficient * G||_F^2 of all gradients, as fp32 vectors that together have one element for each.
+
+    In few launches, which fill what `FactoredGradient.norm_sq` keeps. The vectors, each on one device, and
+    their elements come in an order that is the same for the same gradients.
+    """
+    _measure(dict.fromkeys([g for g in gradients if g._norm_sq is None or not g._norm_sq.ndim]))
+    # By vector and coefficient; those that share the first have mostly been scaled together.
+    groups: defaultdict[tuple[int, int], list[FactoredGradient]] = defaultdict(list)
+    for gradient in gradients:
+        groups[id(gradient._norm_sq), id(gradient.coefficient)].append(gradient)
+    vectors = []
+    for members in groups.values():
+        vector, coefficient = members[0]._norm_sq, members[0].coefficient
+        assert vector is not None
+        places = [gradient._place for gradient in members]
+        if sorted(places) != list(range(len(vector))):
+            vector = torch.stack([vector[place] for place in places])
+        vectors.append(vector if coefficient is None else vector * coefficient.square())
+    return vectors
+
+
+def _measure(gradients: Iterable[FactoredGradient]) -> None:
+    """Give each gradient a place in a vector of squared norms before the coefficients."""
+    buffers: defaultdict[tuple[torch.device, torch.dtype], list[FactoredGradient]] = defaultdict(list)
+    pairs: defaultdict[tuple[torch.device, ModuleType], list[FactoredGradient]] = defaultdict(list)
+    others: defaultdict[torch.device, list[FactoredGradient]] = defaultdict(list)
+    for gradient in gradients:
+        if gradient._norm_sq is None and gradient.buffer is not None:
+            buffers[gradient.device, gradient.buffer.dtype].append(gradient)
+        elif gradient._norm_sq is None and len(gradient.segments) == 1 and not gradient.looked_up:
+            pairs[gradient.device, backend_for(gradient._weight)].append(gradient)
+        else:
+            others[gradient.device].append(gradient)
+    for members in buffers.values():
+        tensors = [gradient.buffer for gradient in members if gradient.buffer is not None]
+        norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
+        _place(members, torch.stack(norms).square())
+    for (_, backend), members in pairs.items():
+        _place(members, backend.wgrad_norms_sq([gradient.pairs()[0] for gradient in members]))
+    for members in others.values():
+        _place(members, torch.stack([gradient.unscaled_norm_sq() for gradient in members]))
+
+
+def _place(gradients: list[FactoredGradient], vector: Tensor) -> None:
+    for place, gradient in enumerate(gradients):
+        gradient._norm_sq, gradient._place = vector, place
+
+
+def scale_all_(gradients: Iterable[FactoredGradient], coefficient: Tensor) -> None:
+    """`FactoredGradient.scale_` of each by the same 0-d tensor, of which one copy a device is made.
+
+    Gradients that shared a coefficient share the new one, which is computed once.
+    """
+    copies: dict[torch.device, Tensor] = {}
+    # Old coefficients with the new ones; they stay alive here, so that no new tensor gets the id of one.
+    scaled: dict[tuple[torch.device, int], tuple[Tensor | None, Tensor | None]] = {}
+    for gradient in gradients:
+        old = gradient.coefficient
+        key = gradient.device, id(old)
+        if key in scaled:
+            gradient.coefficient = scaled[key][1]
+            continue
+        if gradient.device not in copies:
+            copies[gradient.device] = coefficient.detach().to(gradient.device, torch.float32, copy=True)
+        gradient.scale_by_(copies[gradient.device])
+        scaled[key] = old, gradient.coefficient

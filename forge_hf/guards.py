@@ -14,6 +14,7 @@ involved.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .config import refuse
+from .gradient import FactoredGradient, norms_sq, scale_all_
 from .slot import WeightSlot, live_slots, slot_of
 
 __all__ = ["clip_slots_and_grads_", "install"]
@@ -62,9 +64,7 @@ def clip_slots_and_grads_(
     if not squares and not norms:
         return torch.tensor(0.0)
     device = (squares or norms)[0].device
-    single = [square for square in squares if not square.ndim]
-    parts = [_stacked(single, device)] if single else []
-    parts += [square.to(device) for square in squares if square.ndim]
+    parts = [vector.to(device) for vector in squares]
     parts += [_stacked(norms, device).square()] if norms else []
     total_norm = torch.cat(parts).sum().sqrt()
     if error_if_nonfinite and not torch.isfinite(total_norm):
@@ -78,13 +78,12 @@ def clip_slots_and_grads_(
     exact = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
     lagged = {id(slot.tape): slot.tape for slot in slots if slot.tape.lagged}
     used = {key: tape.exchange_lagged(exact) for key, tape in lagged.items()}
-    copies: dict[tuple[int, torch.device], Tensor] = {}
+    held: defaultdict[int, list[FactoredGradient]] = defaultdict(list)
     for slot in slots:
         if slot.gradient is not None:
-            key = id(slot.tape), slot.gradient.device
-            if key not in copies:
-                copies[key] = used.get(key[0], exact).to(key[1], torch.float32, copy=True)
-            slot.gradient.scale_by_(copies[key])
+            held[id(slot.tape)].append(slot.gradient)
+    for tape_id, gradients in held.items():
+        scale_all_(gradients, used.get(tape_id, exact))
     coefficient = next(iter(used.values()), exact)
     for grad in grads:
         grad.mul_(coefficient if coefficient.device == grad.device else coefficient.to(grad.device))
@@ -96,16 +95,16 @@ def _stacked(scalars: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _slot_norms(slots: list[WeightSlot]) -> tuple[list[Tensor], list[WeightSlot]]:
-    """Squared norms of all gradients of this step, and the slots that were already applied."""
-    squares: list[Tensor] = []
-    applied: list[WeightSlot] = []
+    """Squared norms of all gradients of this step, in vectors, and the slots that were already applied."""
     for slot in slots:
         slot.merge_dense()
-        if slot.gradient is not None:
-            squares.append(slot.gradient.norm_sq())
-        if slot.norm_sq is not None:
-            squares.append(slot.norm_sq)
-            applied.append(slot)
+    squares = norms_sq([slot.gradient for slot in slots if slot.gradient is not None])
+    applied = [slot for slot in slots if slot.norm_sq is not None]
+    consumed = [slot.norm_sq for slot in applied if slot.norm_sq is not None]
+    squares += [square for square in consumed if square.ndim]
+    single = [square for square in consumed if not square.ndim]
+    if single:
+        squares.append(_stacked(single, single[0].device))
     return squares, applied
 
 

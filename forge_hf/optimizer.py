@@ -25,7 +25,7 @@ from . import checkpoint, guards
 from .attach import PathEntry
 from .config import ForgeConfig, ForgeConfigError, refuse
 from .dispatch import reread_environment
-from .gradient import FactoredGradient
+from .gradient import FactoredGradient, norms_sq, scale_all_
 from .rules import Rule
 from .slot import WeightSlot
 from .state import state_bytes
@@ -247,12 +247,12 @@ class ForgeOptimizer(Optimizer):
         for slot in self.tape.slots:
             if slot.updated:
                 raise refuse("scaler_in_backward")
-            if slot.gradient is None:
-                continue
-            infinite = (~torch.isfinite(slot.gradient.norm_sq())).to(torch.float32)
-            device = slot.gradient.device
+        held = [slot.gradient for slot in self.tape.slots if slot.gradient is not None]
+        for squares in norms_sq(held):
+            infinite = (~torch.isfinite(squares).all()).to(torch.float32)
+            device = squares.device
             found[device] = torch.maximum(found[device], infinite) if device in found else infinite
-            slot.gradient.scale_(inv_scale)
+        scale_all_(held, inv_scale)
         return found
 
     def accept_partial_step(self) -> None:

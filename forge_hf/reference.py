@@ -3,6 +3,7 @@
     wgrad_update_   W, moments <- rule(W, moments, c * sum_s dY_s^T X_s)     rows of W at a time
     dense_update_   W, moments <- rule(W, moments, c * G)
     wgrad_norm_sq   || sum_s dY_s^T X_s ||_F^2
+    wgrad_norms_sq  the same of many weights, each with one pair
 
 The gradient of an embedding comes as lookups (ids, dY), which add dY_t to row ids_t; a tied weight has both.
 
@@ -279,11 +280,6 @@ def waits_for_company(update: Update) -> bool:
     return False
 
 
-def wgrad_norms_sq(pairs: Sequence[Segment]) -> Tensor:
-    """`wgrad_norm_sq` of each pair (dy (T, N), x (T, K)), fp32 (len(pairs),)."""
-    return torch.stack([wgrad_norm_sq([pair]) for pair in pairs])
-
-
 @plain_math
 def wgrad_norm_sq(segments: Sequence[Segment], lookups: Sequence[Lookup] = ()) -> Tensor:
     """|| sum_s dY_s^T X_s ||_F^2 without the matrix, by whichever of two ways costs fewer operations.
@@ -311,6 +307,11 @@ def wgrad_norm_sq(segments: Sequence[Segment], lookups: Sequence[Lookup] = ()) -
     for rows in _row_chunks(shape):
         total += _gradient_rows(inputs, looked_up, rows, in_features).square_().sum()
     return total
+
+
+def wgrad_norms_sq(pairs: Sequence[Segment]) -> Tensor:
+    """||dY^T X||_F^2 of each pair (dY (T, N), X (T, K)), all on one device: fp32 (len(pairs),)."""
+    return torch.stack([wgrad_norm_sq([pair]) for pair in pairs])
 
 
 def _norm_sq_of_rows(looked_up: Sequence[RowSums]) -> Tensor:

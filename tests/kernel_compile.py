@@ -27,6 +27,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from forge_hf.kernels import (  # noqa: E402
     elementwise,
     embedding,
+    grouped_norm,
     norm_plan,
     plan,
     rules,
@@ -40,12 +41,13 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Their kernels say `do_not_specialize`.
 GRAM_COUNTS = ("blocks_n", "blocks_all", "parts_n", "parts")
-UNSPECIALIZED = ("T", "rng_key", "first_block", "count", *GRAM_COUNTS)
+UNSPECIALIZED = ("T", "rng_key", "first_block", "count", "first", *GRAM_COUNTS)
 # Triton 3.9 writes PTX for the newer of the two.
 PTXAS = next((BIN / name for name in ("ptxas-blackwell", "ptxas") if (BIN / name).exists()), None)
 
 
 ROW_SUMS = {"head_ptr": "*i32", "sums_ptr": "*fp32"}
+TABLE = {"table_ptr": "*i64", "buffer_ptr": "*fp32", "first": "i32"}
 
 
 def report(label: str, kernel: Any, arguments: dict[str, Any], tile: plan.Tile = plan.GENERIC) -> None:
@@ -139,7 +141,7 @@ def report_embedding(operand: torch.dtype) -> None:
 
 
 def report_gram(operand: torch.dtype, tokens: int) -> None:
-    """Compile the four kernels of the Gram form for a weight of 14336x4096."""
+    """Compile the four kernels of the Gram form for a weight of 14336x4096, and those for many weights."""
     gram = norm_plan.gram_plan(tokens, 14336, 4096, operand)
     tile = plan.GENERIC._replace(num_warps=gram.num_warps, num_stages=gram.num_stages)
     ints = dict.fromkeys((*GRAM_COUNTS, "count", "features", "columns_at", "tiles_at", "centred_at"), "i32")
@@ -154,7 +156,8 @@ def report_gram(operand: torch.dtype, tokens: int) -> None:
         **reads,
         **sides,
     }
-    arguments = {**pair_arguments(operand, False, plan.GENERIC), **ints, **pointers, **blocks}
+    table = {**TABLE, "ELEMENT": grouped_norm.ELEMENTS[operand], "PARTS": gram.parts_n + gram.parts_k}
+    arguments = {**pair_arguments(operand, False, plan.GENERIC), **ints, **pointers, **blocks, **table}
     columns = {
         **arguments,
         "BLOCK_T": gram.column_rows,
@@ -162,10 +165,14 @@ def report_gram(operand: torch.dtype, tokens: int) -> None:
         "ONE": gram.column_rows >= tokens,
     }
     label = f"{operand} T={tokens}"
-    report(label, wgrad_gram._gram_columns_kernel, columns, plan.GENERIC._replace(num_warps=8))
-    report(label, wgrad_gram._gram_parts_kernel, arguments, tile)
-    report(label, wgrad_gram._gram_product_kernel, arguments)
+    for kernel in (wgrad_gram._gram_columns_kernel, grouped_norm._grams_columns_kernel):
+        report(label, kernel, columns, plan.GENERIC._replace(num_warps=8))
+    for kernel in (wgrad_gram._gram_parts_kernel, grouped_norm._grams_parts_kernel):
+        report(label, kernel, arguments, tile)
+    for kernel in (wgrad_gram._gram_product_kernel, grouped_norm._grams_product_kernel):
+        report(label, kernel, arguments)
     report(label, wgrad_norm._finish_kernel, arguments)
+    report(label, grouped_norm._finish_all_kernel, arguments)
 
 
 def main(everything: bool) -> None:
@@ -209,13 +216,10 @@ def main(everything: bool) -> None:
     for operand in TYPES if everything else (bf16,):
         for tile in (plan.FP32,) if operand == f32 else (plan.GENERIC, norm_plan.HOPPER_NORM):
             for even in (True, False):
-                arguments = pair_arguments(operand, even, tile)
-                report(
-                    f"{operand} {even} {tile.block_n}x{tile.block_k}",
-                    wgrad_norm._gemm_norm_kernel,
-                    arguments,
-                    tile,
-                )
+                table = {**TABLE, "ELEMENT": grouped_norm.ELEMENTS[operand]}
+                arguments = {**pair_arguments(operand, even, tile), **table}
+                for kernel in (wgrad_norm._gemm_norm_kernel, grouped_norm._gemms_kernel):
+                    report(f"{operand} {even} {tile.block_n}x{tile.block_k}", kernel, arguments, tile)
                 report(
                     f"{operand} {even} tied", wgrad_norm._gemm_norm_kernel, {**arguments, **ROW_SUMS}, tile
                 )

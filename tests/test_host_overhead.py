@@ -69,6 +69,7 @@ def no_kernels(monkeypatch):
         dense_updates_=lambda _: None,
         waits_for_company=lambda _: True,
         wgrad_norm_sq=lambda *_: norm_sq,
+        wgrad_norms_sq=lambda pairs: norm_sq.expand(len(pairs)),
     )
     for module in (update, gradient):
         monkeypatch.setattr(module, "backend_for", lambda _: stub)

@@ -3,6 +3,7 @@
     wgrad_update_   w, moments = rule(w, coefficient * G, moments),   G = sum_s dy_s^T x_s in fp32
     dense_update_   the same from a dense gradient
     wgrad_norm_sq   ||G||_F^2
+    wgrad_norms_sq  the same of many weights at once
     accumulate_lookups_   G += sum_t e_{ids_t} dy_t^T
 
 Every function launches on the device of its tensors, whichever device is current.
@@ -22,8 +23,9 @@ from .checks import Lookup, Segment, check_lookups, check_update, merge
 from .dense_groups import dense_groups_
 from .elementwise import launch_dense_update
 from .embedding import accumulate_rows, launch_table_update, rows_norm_sq, sum_rows
+from .grouped_norm import grouped_norms_sq
 from .groups import update_groups_
-from .norm_plan import gram_is_cheaper
+from .norm_plan import uses_gram
 from .paths import choose, chunk_of, on_device_of
 from .rules import rule_arguments
 from .tiles import INTERPRET
@@ -40,6 +42,7 @@ __all__ = [
     "available",
     "dense_update_",
     "wgrad_norm_sq",
+    "wgrad_norms_sq",
     "wgrad_update_",
 ]
 
@@ -242,10 +245,29 @@ def wgrad_norm_sq(segments: Sequence[Segment], lookups: Sequence[Lookup] = ()) -
     with on_device_of(dy):
         if looked_up and not T:
             return rows_norm_sq(lookups)
-        # A sum of loss-scaled fp16 gradients may overflow, which would pass for an overflow of the gradient.
-        if T and not looked_up and dy_TN.dtype != torch.float16 and gram_is_cheaper(T, N, K):
+        if not looked_up and uses_gram(T, N, K, dy_TN.dtype):
             return centred_gram_norm_sq(dy_TN, x_TK)
         return gemm_norm_sq(dy_TN, x_TK, sum_rows(lookups, N, False)[0] if looked_up else None)
+
+
+def wgrad_norms_sq(pairs: Sequence[Segment]) -> torch.Tensor:
+    """||dy^T x||_F^2 of each pair: fp32 (len(pairs),) with the bits of `wgrad_norm_sq([pair])`.
+
+    Args:
+        pairs: (dy (T, N), x (T, K)) of different weights, in any mixture, all on one device.
+
+    Raises:
+        ValueError: no pair at all (a norm needs a device), or one that does not fit.
+    """
+    if not pairs:
+        raise ValueError("wgrad_norms_sq needs at least one pair (it may have no tokens)")
+    if len(pairs) == 1:
+        return wgrad_norm_sq(pairs).reshape(1)
+    with on_device_of(pairs[0][0]):
+        norms, alone = grouped_norms_sq(pairs)
+        for index in alone:
+            norms[index] = wgrad_norm_sq([pairs[index]])
+        return norms
 
 
 def accumulate_lookups_(buffer: torch.Tensor, lookups: Sequence[Lookup]) -> None:
@@ -295,11 +317,6 @@ def wgrad_updates_(updates: Sequence[Update], want_norm_sq: bool = False) -> lis
             coefficient=coefficient, rng_key=rng_key, low=low, want_norm_sq=want_norm_sq,
         )  # fmt: skip
     return results
-
-
-def wgrad_norms_sq(pairs: Sequence[Segment]) -> torch.Tensor:
-    """`wgrad_norm_sq` of each pair (dy (T, N), x (T, K)), fp32 (len(pairs),)."""
-    return torch.stack([wgrad_norm_sq([pair]) for pair in pairs])
 
 
 def waits_for_company(update: Update) -> bool:

@@ -13,7 +13,15 @@ import triton
 
 from .plan import ENOUGH_PROGRAMS, FP32, GENERIC, Tile, is_hopper
 
-__all__ = ["GramPlan", "gram_is_cheaper", "gram_plan", "norm_tile", "processors", "uses_descriptors"]
+__all__ = [
+    "GramPlan",
+    "gram_is_cheaper",
+    "gram_plan",
+    "norm_tile",
+    "processors",
+    "uses_descriptors",
+    "uses_gram",
+]
 
 HOPPER_NORM = Tile(128, 256, 64, num_warps=8, num_stages=3)
 DESCRIPTOR_NORM = HOPPER_NORM._replace(num_stages=4)
@@ -80,6 +88,15 @@ def gram_is_cheaper(tokens: int, out_features: int, in_features: int) -> bool:
     gemm = 5 + weights / 4.3e6 * (2.65 + 0.0097 * tokens)
     gram = 20 + 1.4e-6 * tokens * features + 2.1e-9 * tokens * tokens * features
     return gram + GRAM_HOST_US < gemm
+
+
+def uses_gram(tokens: int, out_features: int, in_features: int, operand: torch.dtype) -> bool:
+    """Whether the norm goes by the Gram form.
+
+    Not for fp16: a sum of loss-scaled gradients may overflow, which would pass for an overflow of the
+    gradient.
+    """
+    return tokens > 0 and operand != torch.float16 and gram_is_cheaper(tokens, out_features, in_features)
 
 
 class GramPlan(NamedTuple):

@@ -35,6 +35,7 @@ def address(table_ptr, column: tl.constexpr, ELEMENT: tl.constexpr):
         pointer = None
     else:
         pointer = tl.load(table_ptr + column).to(tl.pointer_type(ELEMENT), bitcast=True)
+        # Of the pointer: the compiler forgets what it knew of an integer that becomes one.
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 

@@ -28,13 +28,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .norm_plan import SLICE_ROWS, gram_plan
+from .norm_plan import SLICE_ROWS, GramPlan, gram_plan
 from .replay import Launch, alignment
 from .rounding import nearest_bf16
 from .tiles import INTERPRET, dot, to_fp32
 from .wgrad_norm import finish_launch
 
-__all__ = ["centred_gram_norm_sq"]
+__all__ = ["GramKind", "centred_gram_norm_sq", "gram_columns", "gram_kinds", "gram_part", "gram_product"]
 
 #: Blocks of columns, and parts of features, that a program of the product reads at once.
 COLUMN_BLOCKS, PART_BLOCK = 512, 8
@@ -107,12 +107,13 @@ def _column_block(
             centred += tl.cast(F, tl.int64) * BLOCK_T
 
 
-@triton.jit(do_not_specialize=["T", "blocks_n"])
-def _gram_columns_kernel(
+@triton.jit
+def gram_columns(
     dy_ptr, x_ptr, scratch_ptr, T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
     blocks_n, columns_at, centred_at,
     ONE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
+    """Block `program_id(0)` of the columns of x and dy."""
     # Scratch: one square for each block of columns, then T row products for each; elsewhere xc.
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
@@ -130,6 +131,18 @@ def _gram_columns_kernel(
             dy_ptr, centred_ptr, rows_ptr, scratch_ptr, T, N, block - (blocks - blocks_n),
             stride_dt, stride_dn, False, ONE, BLOCK_T, BLOCK_F, INTERPRET,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "blocks_n"])
+def _gram_columns_kernel(
+    dy_ptr, x_ptr, scratch_ptr, T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
+    blocks_n, columns_at, centred_at,
+    ONE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    gram_columns(
+        dy_ptr, x_ptr, scratch_ptr, T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
+        blocks_n, columns_at, centred_at, ONE, BLOCK_T, BLOCK_F, INTERPRET,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -162,19 +175,13 @@ def _gram_block(
     return acc
 
 
-# `features` and the offsets in the scratch are multiples of 32: one specialization, and wide loads.
-@triton.jit(do_not_specialize=["T", "parts_n"])
-def _gram_parts_kernel(
-    dy_ptr, scratch_ptr, T, N, K, stride_dt, stride_dn, parts_n, features, tiles_at, centred_at,
+@triton.jit
+def gram_part(
+    dy_ptr, scratch_ptr, i, j, part, T, N, K, stride_dt, stride_dn, parts_n, features, tiles_at, centred_at,
     UNIT: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One tile of dy dy^T, or of xc xc^T from part `parts_n` on, over `features` features."""
-    i = tl.program_id(0)
-    j = tl.program_id(1)
-    part = tl.program_id(2)
-    if j > i:
-        return
+    """Tile (i, j) of dy dy^T, or of xc xc^T from part `parts_n` on, over `features` features."""
     centred_ptr = tl.cast(scratch_ptr + centred_at, dy_ptr.dtype)
     # One loop for both: two would take their shared memory side by side.
     is_dy = part < parts_n
@@ -192,6 +199,23 @@ def _gram_parts_kernel(
     )
 
 
+# `features` and the offsets in the scratch are multiples of 32: one specialization, and wide loads.
+@triton.jit(do_not_specialize=["T", "parts_n"])
+def _gram_parts_kernel(
+    dy_ptr, scratch_ptr, T, N, K, stride_dt, stride_dn, parts_n, features, tiles_at, centred_at,
+    UNIT: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0)
+    j = tl.program_id(1)
+    if j > i:
+        return
+    gram_part(
+        dy_ptr, scratch_ptr, i, j, tl.program_id(2), T, N, K, stride_dt, stride_dn,
+        parts_n, features, tiles_at, centred_at, UNIT, EVEN, BLOCK_T, BLOCK_F, INTERPRET,
+    )  # fmt: skip
+
+
 @triton.jit
 def _sum_rows(base_ptr, first, last, stride, offsets, mask, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Sum of rows `first` to `last` of a (.., stride) fp32 matrix, at `offsets` in each."""
@@ -204,21 +228,17 @@ def _sum_rows(base_ptr, first, last, stride, offsets, mask, BLOCK: tl.constexpr,
     return total
 
 
-@triton.jit(do_not_specialize=["T", "blocks_n", "blocks_all", "parts_n", "parts"])
-def _gram_product_kernel(
-    scratch_ptr, T, blocks_n, blocks_all, parts_n, parts, columns_at, tiles_at,
+@triton.jit
+def gram_product(
+    scratch_ptr, partial_ptr, i, j, piece, T, blocks_n, blocks_all, parts_n, parts, columns_at, tiles_at,
     BLOCK_T: tl.constexpr, ROWS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr, PART_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of tile (i, j <= i) of the product, or at j = side the other terms for rows of block i."""
-    i = tl.program_id(0)
-    j = tl.program_id(1)
+    """Piece (ROWS rows) of tile (i, j <= i) of the product, or at j = side the other terms for block i."""
     side = tl.num_programs(0)
-    if j > i and j < side:
-        return
     pairs = side * (side + 1) // 2
     if j < side:
         tile = i * (i + 1) // 2 + j
-        inside = tl.program_id(2) * (ROWS * BLOCK_T) + tl.arange(0, ROWS * BLOCK_T)
+        inside = piece * (ROWS * BLOCK_T) + tl.arange(0, ROWS * BLOCK_T)
         offsets = tile.to(tl.int64) * (BLOCK_T * BLOCK_T) + inside
         step = pairs.to(tl.int64) * (BLOCK_T * BLOCK_T)
         every = inside >= 0
@@ -230,18 +250,73 @@ def _gram_product_kernel(
         result = tl.where(i == j, 1.0, 2.0) * tl.sum(gram)
     else:
         tile = pairs + i
-        rows = i * BLOCK_T + tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+        rows = i * BLOCK_T + piece * ROWS + tl.arange(0, ROWS)
         squares_ptr = scratch_ptr + columns_at
         rows_ptr = squares_ptr + blocks_all
         cross = _sum_rows(rows_ptr, 0, blocks_n, T, rows, rows < T, COLUMN_BLOCKS, ROWS)
         cross *= _sum_rows(rows_ptr, blocks_n, blocks_all, T, rows, rows < T, COLUMN_BLOCKS, ROWS)
         result = 2.0 * tl.sum(cross)
-        if i + tl.program_id(2) == 0:
+        if i + piece == 0:
             one = tl.arange(0, 1)
             outer = _sum_rows(squares_ptr, 0, blocks_n, 1, one, one == 0, COLUMN_BLOCKS, 1)
             outer *= _sum_rows(squares_ptr, blocks_n, blocks_all, 1, one, one == 0, COLUMN_BLOCKS, 1)
             result += tl.sum(outer)
-    tl.store(scratch_ptr + tile * tl.num_programs(2) + tl.program_id(2), result)
+    tl.store(partial_ptr + tile * (BLOCK_T // ROWS) + piece, result)
+
+
+@triton.jit(do_not_specialize=["T", "blocks_n", "blocks_all", "parts_n", "parts"])
+def _gram_product_kernel(
+    scratch_ptr, T, blocks_n, blocks_all, parts_n, parts, columns_at, tiles_at,
+    BLOCK_T: tl.constexpr, ROWS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr, PART_BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0)
+    j = tl.program_id(1)
+    if j > i and j < tl.num_programs(0):
+        return
+    gram_product(
+        scratch_ptr, scratch_ptr, i, j, tl.program_id(2), T, blocks_n, blocks_all, parts_n, parts,
+        columns_at, tiles_at, BLOCK_T, ROWS, COLUMN_BLOCKS, PART_BLOCK,
+    )  # fmt: skip
+
+
+class GramKind(NamedTuple):
+    """What a launch of one of the three kernels is made of."""
+
+    grid: tuple[int, ...]
+    numbers: tuple[int, ...]
+    constants: dict[str, int | bool]
+    options: dict[str, int]
+
+
+def gram_kinds(
+    plan: GramPlan, T: int, N: int, K: int, strides: tuple[int, ...]
+) -> tuple[GramKind, GramKind, GramKind]:
+    """Grid for one pair, numbers, constants and options of columns, parts and product."""
+    stride_dt, stride_dn, _, _ = strides
+    blocks, parts = plan.blocks_n + plan.blocks_k, plan.parts_n + plan.parts_k
+    common = {"BLOCK_T": plan.block_t, "BLOCK_F": plan.block_f, "INTERPRET": INTERPRET}
+    columns = {"BLOCK_T": plan.column_rows, "BLOCK_F": plan.column_width, "INTERPRET": INTERPRET}
+    reads = {"ROWS": SLICE_ROWS, "COLUMN_BLOCKS": COLUMN_BLOCKS, "PART_BLOCK": PART_BLOCK}
+    return (
+        GramKind(
+            (blocks,),
+            (T, N, K, *strides, plan.blocks_n, plan.columns_at, plan.centred_at),
+            {"ONE": plan.column_rows >= T, **columns},
+            {"num_warps": 8},
+        ),
+        GramKind(
+            (plan.side, plan.side, parts),
+            (T, N, K, stride_dt, stride_dn, plan.parts_n, plan.features, plan.tiles_at, plan.centred_at),
+            {"UNIT": stride_dn == 1, "EVEN": plan.even, **common},
+            {"num_warps": plan.num_warps, "num_stages": plan.num_stages},
+        ),
+        GramKind(
+            (plan.side, plan.side + 1, plan.block_t // SLICE_ROWS),
+            (T, plan.blocks_n, blocks, plan.parts_n, parts, plan.columns_at, plan.tiles_at),
+            {"BLOCK_T": plan.block_t, **reads},
+            {"num_warps": 4},
+        ),
+    )
 
 
 class _Gram(NamedTuple):
@@ -257,35 +332,12 @@ def _gram_launches(
     T: int, N: int, K: int, strides: tuple[int, ...], operand: torch.dtype, device: int | None, aligned: tuple
 ) -> _Gram:
     plan = gram_plan(T, N, K, operand)
-    stride_dt, stride_dn, stride_xt, stride_xk = strides
-    blocks, parts = plan.blocks_n + plan.blocks_k, plan.parts_n + plan.parts_k
-    common = {"BLOCK_T": plan.block_t, "BLOCK_F": plan.block_f, "INTERPRET": INTERPRET}
-    columns = {"BLOCK_T": plan.column_rows, "BLOCK_F": plan.column_width, "INTERPRET": INTERPRET}
-    reads = {"ROWS": SLICE_ROWS, "COLUMN_BLOCKS": COLUMN_BLOCKS, "PART_BLOCK": PART_BLOCK}
+    columns, parts, product = gram_kinds(plan, T, N, K, strides)
     return _Gram(
         plan.scratch,
-        Launch(
-            _gram_columns_kernel,
-            (blocks,),
-            (T, N, K, *strides, plan.blocks_n, plan.columns_at, plan.centred_at),
-            {"ONE": plan.column_rows >= T, **columns},
-            num_warps=8,
-        ),
-        Launch(
-            _gram_parts_kernel,
-            (plan.side, plan.side, parts),
-            (T, N, K, stride_dt, stride_dn, plan.parts_n, plan.features, plan.tiles_at, plan.centred_at),
-            {"UNIT": stride_dn == 1, "EVEN": plan.even, **common},
-            num_warps=plan.num_warps,
-            num_stages=plan.num_stages,
-        ),
-        Launch(
-            _gram_product_kernel,
-            (plan.side, plan.side + 1, plan.block_t // SLICE_ROWS),
-            (T, plan.blocks_n, blocks, plan.parts_n, parts, plan.columns_at, plan.tiles_at),
-            {"BLOCK_T": plan.block_t, **reads},
-            num_warps=4,
-        ),
+        Launch(_gram_columns_kernel, columns.grid, columns.numbers, columns.constants, **columns.options),
+        Launch(_gram_parts_kernel, parts.grid, parts.numbers, parts.constants, **parts.options),
+        Launch(_gram_product_kernel, product.grid, product.numbers, product.constants, **product.options),
         finish_launch(plan.partials, device),
     )
 

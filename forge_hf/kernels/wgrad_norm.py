@@ -27,10 +27,36 @@ try:
 except ImportError:  # before Triton 3.4; `norm_plan.uses_descriptors` says no there
     TensorDescriptor = None
 
-__all__ = ["descriptor_norm_sq", "finish_launch", "gemm_norm_sq", "summed"]
+__all__ = [
+    "FINISH_BLOCK",
+    "descriptor_norm_sq",
+    "finish_launch",
+    "finished",
+    "gemm_constants",
+    "gemm_norm_sq",
+    "product_tile",
+    "summed",
+]
 
 #: Partials that the last program reads at once.
 FINISH_BLOCK = 2048
+
+
+@triton.jit
+def product_tile(
+    dy_ptr, x_ptr, pid, T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
+    EVEN: tl.constexpr, EVEN_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Tile number `pid` of dy^T x, with its row and column among the tiles."""
+    pid_n, pid_k = tile_order(pid, tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), GROUP)
+    acc = accumulate_tile(
+        dy_ptr, x_ptr, pid_n * BLOCK_N + tl.arange(0, BLOCK_N), pid_k * BLOCK_K + tl.arange(0, BLOCK_K),
+        T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
+        EVEN, EVEN_T, BLOCK_N, BLOCK_K, BLOCK_T, INTERPRET,
+    )  # fmt: skip
+    return acc, pid_n, pid_k
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -41,11 +67,9 @@ def _gemm_norm_kernel(
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    pid_n, pid_k = tile_order(pid, tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), GROUP)
-    acc = accumulate_tile(
-        dy_ptr, x_ptr, pid_n * BLOCK_N + tl.arange(0, BLOCK_N), pid_k * BLOCK_K + tl.arange(0, BLOCK_K),
-        T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
-        EVEN, EVEN_T, BLOCK_N, BLOCK_K, BLOCK_T, INTERPRET,
+    acc, pid_n, pid_k = product_tile(
+        dy_ptr, x_ptr, pid, T, N, K, stride_dt, stride_dn, stride_xt, stride_xk,
+        EVEN, EVEN_T, BLOCK_N, BLOCK_K, BLOCK_T, GROUP, INTERPRET,
     )  # fmt: skip
     if head_ptr is not None:
         n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -72,15 +96,21 @@ def _descriptor_norm_kernel(
         tl.store(partial_ptr + tile, tl.sum(acc * acc))
 
 
-@triton.jit(do_not_specialize=["count"])
-def _finish_kernel(partial_ptr, out_ptr, count, BLOCK: tl.constexpr):
+@triton.jit
+def finished(partial_ptr, count, BLOCK: tl.constexpr):
+    """Sum of `count` partials, at least 0."""
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     lane = tl.arange(0, BLOCK)
     for start in range(0, count, BLOCK):
         total += tl.load(partial_ptr + start + lane, mask=lane < count - start, other=0.0)
     norm_sq = tl.sum(total)
     # As a comparison, which leaves NaN alone.
-    tl.store(out_ptr, tl.where(norm_sq < 0.0, 0.0, norm_sq))
+    return tl.where(norm_sq < 0.0, 0.0, norm_sq)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _finish_kernel(partial_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    tl.store(out_ptr, finished(partial_ptr, count, BLOCK))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -117,10 +147,17 @@ def _gemm_launches(
 ) -> _Gemm:
     tile = norm_tile(N, K, operand, device)
     programs = tile.programs(N, K)
-    even = {"EVEN": N % tile.block_n == 0 and K % tile.block_k == 0, "EVEN_T": T % tile.block_t == 0}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    gemm = Launch(_gemm_norm_kernel, (programs,), (T, N, K, *strides), {**even, **_blocks(tile)}, **options)
+    gemm = Launch(
+        _gemm_norm_kernel, (programs,), (T, N, K, *strides), gemm_constants(T, N, K, tile), **options
+    )
     return _Gemm(programs, tile, gemm)
+
+
+def gemm_constants(T: int, N: int, K: int, tile: Tile) -> dict[str, int | bool]:
+    """The constants of `product_tile`."""
+    even = {"EVEN": N % tile.block_n == 0 and K % tile.block_k == 0, "EVEN_T": T % tile.block_t == 0}
+    return {**even, **_blocks(tile)}
 
 
 @functools.lru_cache(maxsize=1024)
