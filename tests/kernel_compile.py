@@ -21,6 +21,7 @@ assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter does not comp
 
 import torch  # noqa: E402
 import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
@@ -37,6 +38,12 @@ from forge_hf.kernels import (  # noqa: E402
     wgrad_update,
 )
 
+LANGUAGE = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int8: tl.int8,
+}
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Their kernels say `do_not_specialize`.
@@ -103,6 +110,20 @@ def update_arguments(
     constants = dict(zip(rules.CONSTANTS, (rule, False, stochastic), strict=True))
     arguments |= {"coefficient_ptr": "*fp32" if coefficient else None, "numbers_ptr": "*fp32"}
     return {**arguments, **constants, "w_ptr": f"*{TYPES[weight]}", "rng_key": "i32", "INTERPRET": False}
+
+
+def elements(rule: str, weight: torch.dtype, moment: torch.dtype | None) -> dict[str, Any]:
+    """Dtypes behind the addresses of a group's table."""
+    second = moment if rule == "adamw" else None
+    scale = tl.uint8 if moment == torch.int8 else None
+    return {
+        "WEIGHT": LANGUAGE[weight],
+        "LOW": None,
+        "M": moment and LANGUAGE[moment],
+        "V": second and (tl.uint8 if second == torch.int8 else LANGUAGE[second]),
+        "M_SCALE": scale,
+        "V_SCALE": scale if second else None,
+    }
 
 
 def pair_arguments(operand: torch.dtype, even: bool, tile: plan.Tile) -> dict[str, Any]:
@@ -207,10 +228,26 @@ def main(everything: bool) -> None:
                     arguments,
                     tile,
                 )
+            arguments = {name: value for name, value in arguments.items() if name not in ROW_SUMS}
+            group = {"table_ptr": "*i64", "PAIR": LANGUAGE[operand], **elements(rule, weight, moment)}
+            group["COLUMNS"] = wgrad_update.GROUP_COLUMNS
+            arguments |= group
+            names = wgrad_update._grouped_update_kernel.arg_names
+            report(
+                f"{label} {tile.block_n}x{tile.block_k} group",
+                wgrad_update._grouped_update_kernel,
+                {name: arguments[name] for name in names},
+                tile,
+            )
         if operand == f32 or not everything:
             blocks = {"columns": "i32", "first_block": "i32", "EVEN": even, "BLOCK": elementwise.BLOCK}
             dense = {**update, **norm, **blocks, "g_ptr": f"*{TYPES[operand]}"}
             report(label, elementwise._dense_update_kernel, dense)
+            group = {"table_ptr": "*i64", "owner_ptr": "*i32", "GRADIENT": LANGUAGE[operand], "WIDE": even}
+            group |= {"COLUMNS": elementwise.DENSE_COLUMNS, **elements(rule, weight, moment)}
+            names = elementwise._grouped_dense_kernel.arg_names
+            grouped = {name: {**dense, **group}[name] for name in names}
+            report(f"{label} group", elementwise._grouped_dense_kernel, grouped)
             table = {**update, **ROW_SUMS, "N": "i32", "K": "i32", "EVEN": even, "ROWS": 4, "COLUMNS": 256}
             report(label, embedding._table_update_kernel, table)
     for operand in TYPES if everything else (bf16,):

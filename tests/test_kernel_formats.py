@@ -136,12 +136,12 @@ def test_chunks(shape, operand, monkeypatch):
 def test_8bit_moments_go_in_chunks_at_few_tokens_on_hopper(monkeypatch):
     device = torch.device(DEVICE)
     monkeypatch.setattr(plan, "is_hopper", lambda _: True)
-    assert plan.uses_chunks(512, 4096, 4096, BF16, device, quantized=True)
-    assert not plan.uses_chunks(512, 4096, 4096, BF16, device)
-    assert not plan.uses_chunks(8192, 4096, 4096, BF16, device, quantized=True)
-    assert not plan.uses_chunks(512, 1024, 1024, BF16, device, quantized=True)
-    monkeypatch.setattr(plan, "is_hopper", lambda _: False)
+    assert plan.uses_chunks(512, 14336, 4096, BF16, device, quantized=True)
+    assert not plan.uses_chunks(512, 14336, 4096, BF16, device)
+    assert not plan.uses_chunks(8192, 14336, 4096, BF16, device, quantized=True)
     assert not plan.uses_chunks(512, 4096, 4096, BF16, device, quantized=True)
+    monkeypatch.setattr(plan, "is_hopper", lambda _: False)
+    assert not plan.uses_chunks(512, 14336, 4096, BF16, device, quantized=True)
 
 
 @pytest.mark.parametrize("shape", [(5000,), (33, 130), (4, 3, 7, 7), (1, 1), ()])

@@ -23,7 +23,7 @@ from .rounding import hash_seed, lane_seed
 from .rules import POINTERS, RuleArguments, load_state, named, update_elements
 from .tiles import INTERPRET, to_fp32
 
-__all__ = ["BLOCK", "DENSE_COLUMNS", "grouped_dense_update", "launch_dense_update", "update_span"]
+__all__ = ["BLOCK", "DENSE_COLUMNS", "dense_launch", "grouped_dense_update", "launch_dense_update"]
 
 BLOCK = 1024
 #: Columns of the table of a group.
@@ -117,26 +117,7 @@ def _grouped_dense_kernel(
 
 def launch_dense_update(weight: torch.Tensor, grad: torch.Tensor, arguments: RuleArguments) -> None:
     """Run the kernel on checked arguments; a gradient with other strides is copied first."""
-    update_span(weight, grad.contiguous(), 0, None, arguments)
-
-
-def update_span(
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    first_block: int,
-    partials: torch.Tensor | None,
-    arguments: RuleArguments,
-) -> None:
-    """Update the `grad.numel()` elements of the weight that begin at BLOCK * `first_block`.
-
-    Args:
-        weight: The whole weight. With 8-bit moments and a `first_block` above 0, its rows are whole blocks of
-            them.
-        grad: Contiguous.
-        first_block: Where the span begins; random bits are numbered from the weight's first element.
-        partials: fp32, one per BLOCK elements of the weight, takes sums of squares of `grad`; or None.
-        arguments: Moments of the whole weight and the rest of the update.
-    """
+    grad = grad.contiguous()
     rows, columns = 1, grad.numel()
     if arguments.pointers[_M_SCALE] is not None:
         own_rows, own_columns = quantized.rows_and_columns(weight.shape)
@@ -144,13 +125,13 @@ def update_span(
             rows, columns = own_rows, own_columns
     if not (rows and columns):
         return
-    kinds = (grad.dtype, weight.dtype, partials is None, alignment(grad, weight), arguments.kinds())
-    launch = _dense_launch(rows, columns, first_block, arguments.constants, weight.device, kinds)
-    launch(grad, weight, *arguments.pointers, partials, arguments.rng_key)
+    kinds = (grad.dtype, weight.dtype, alignment(grad, weight), arguments.kinds())
+    launch = dense_launch(rows, columns, 0, arguments.constants, weight.device, kinds)
+    launch(grad, weight, *arguments.pointers, None, arguments.rng_key)
 
 
 @functools.lru_cache(maxsize=4096)
-def _dense_launch(
+def dense_launch(
     rows: int,
     columns: int,
     first_block: int,
@@ -158,6 +139,17 @@ def _dense_launch(
     device: torch.device,
     kinds: tuple[object, ...],
 ) -> Launch:
+    """Launch that takes (gradient, weight, *pointers, partials, random key).
+
+    Args:
+        rows: Of the gradient; more than 1 where the blocks of 8-bit moments end with the weight's rows.
+        columns: Elements of each.
+        first_block: The gradient begins at so many BLOCKs of the weight; random bits are numbered from the
+            weight's first element. Above 0, the rows of a weight with 8-bit moments are whole blocks of them.
+        constants: See `RuleArguments`.
+        device: Where it runs.
+        kinds: What else it is compiled for: dtypes and alignment of the tensors.
+    """
     flags = {**named(constants), "EVEN": columns % BLOCK == 0, "BLOCK": BLOCK, "INTERPRET": INTERPRET}
     grid = (rows * -(-columns // BLOCK),)
     return Launch(_dense_update_kernel, grid, (columns, first_block), flags, num_warps=4)

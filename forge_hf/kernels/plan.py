@@ -64,8 +64,9 @@ ENOUGH_PROGRAMS = 66
 #: fp32 operands go to the vendor's GEMM in chunks from this many tokens and products on: 384x1536 at T=4096
 #: took 0.12 ms against 0.22, 4096x4096 at T=2048 1.43 against 1.51, but at T=512 0.47 against 0.40.
 CHUNK_TOKENS, CHUNK_PRODUCTS = 2048, 1 << 26
-#: Tokens up to which, and elements of the weight from which, updates with 8-bit moments go in chunks.
-QUANTIZED_CHUNK_TOKENS, QUANTIZED_CHUNK_SIZE = 4096, 1 << 23
+#: Tokens up to which, and elements of the weight from which, updates with 8-bit moments go in chunks. Smaller
+#: weights share a launch (`groups.py`), which saves the host more than the GPU loses.
+QUANTIZED_CHUNK_TOKENS, QUANTIZED_CHUNK_SIZE = 4096, 1 << 25
 
 
 def update_tile(

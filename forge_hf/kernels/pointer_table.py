@@ -6,6 +6,7 @@ A row is one weight: the addresses of its tensors and its random key, as int64. 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,10 @@ def pointer_table(rows: Sequence[int], columns: int, device: torch.device) -> to
     It is copied without waiting for the device. What the addresses belong to must live until the kernels that
     read the table are queued, as for every launch. Parts of it are aligned if `columns` is even.
     """
-    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+    # A third of the time that torch takes to go through a list.
+    table = torch.frombuffer(bytearray(struct.pack(f"{len(rows)}q", *rows)), dtype=torch.int64)
+    if device.type == "cuda":
+        table = table.pin_memory()
     return table.view(-1, columns).to(device, non_blocking=True)
 
 

@@ -11,12 +11,14 @@ Shapes: dy (T, N), x (T, K), weight and moments (N, K).
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 import triton
 
-from .elementwise import BLOCK, update_span
+from .elementwise import BLOCK, dense_launch
 from .embedding import RowSums, add_rows
+from .replay import Launch, alignment
 from .rules import RuleArguments
 
 __all__ = ["chunk_rows", "launch_wgrad_chunks"]
@@ -53,17 +55,36 @@ def launch_wgrad_chunks(
     partials = None
     if want_norm_sq:
         partials = torch.empty(triton.cdiv(N * K, BLOCK), dtype=torch.float32, device=weight.device)
+    # Of no chunk's gradient: what the allocator hands out is aligned.
+    kinds = (dy_TN.dtype, weight.dtype, partials is None, alignment(weight), arguments.kinds())
+    launches = _launches(N, K, chunk, arguments.constants, weight.device, kinds)
     with torch.no_grad(), _no_autocast(weight.device.type):
-        for first in range(0, N, chunk):
-            last = min(first + chunk, N)
+        for first, last, launch in launches:
             if buffer is None:
                 grad = _fp32_product(dy_TN[:, first:last].t(), x_TK)
             else:
                 grad = torch.mm(dy_TN[:, first:last].t(), x_TK, out=buffer[: last - first])
             if rows is not None:
                 add_rows(grad, rows, first)
-            update_span(weight, grad, first * K // BLOCK, partials, arguments)
+            launch(grad, weight, *arguments.pointers, partials, arguments.rng_key)
     return None if partials is None else partials.sum()
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches(
+    N: int,
+    K: int,
+    chunk: int,
+    constants: tuple[str, bool, bool],
+    device: torch.device,
+    kinds: tuple[object, ...],
+) -> list[tuple[int, int, Launch]]:
+    """First and last row of each chunk, and the launch of its update."""
+    spans = [(first, min(first + chunk, N)) for first in range(0, N, chunk)]
+    return [
+        (first, last, dense_launch(1, (last - first) * K, first * K // BLOCK, constants, device, kinds))
+        for first, last in spans
+    ]
 
 
 def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
