@@ -125,14 +125,14 @@ REFUSALS: dict[str, str] = {
         "backward() and step(), and call zero_grad() of the optimizer or the model after step()."
     ),
     "interrupted_backward": (
-        "An exception interrupted backward() after {updated} of {total} weights had been updated "
+        "An exception interrupted backward() after at least {updated} of {total} weights had been updated "
         "(update='backward'), so the model is half a step ahead of itself. Fix: load the last checkpoint "
         "(load_state_dict of the optimizer clears this), or call optimizer.accept_partial_step() to go on "
         "knowingly."
     ),
     "interrupted_step": (
-        "An exception interrupted step() after {updated} of {total} parameters had been updated. Fix: load "
-        "the last checkpoint (load_state_dict of the optimizer clears this), or call "
+        "An exception interrupted step() after at least {updated} of {total} parameters had been updated. "
+        "Fix: load the last checkpoint (load_state_dict of the optimizer clears this), or call "
         "optimizer.accept_partial_step()."
     ),
     "not_zeroed": (
