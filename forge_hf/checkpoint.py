@@ -17,6 +17,7 @@ from torch import Tensor
 from . import quantized
 from .config import refuse
 from .foreign import from_bitsandbytes
+from .low_rank import PROJECTION_KEYS, basis_shapes, is_projected, moment_like
 from .quantized import Moment, QuantizedMoment
 from .state import (
     CODES,
@@ -80,6 +81,9 @@ def _new_groups(optimizer: ForgeOptimizer, state_dict: dict[str, Any]) -> list[d
             **kept,
         }
         optimizer.rule.validate(merged)
+        for key in PROJECTION_KEYS:
+            if group.get(key) != saved.get(key):
+                raise refuse("state_projection", key=key, found=saved.get(key), expected=group.get(key))
         groups.append(merged)
     return groups
 
@@ -118,13 +122,19 @@ def _parameter_state(
     names = [name for name in possible if name in needed or has_moment(saved, name)]
     counts_steps = "step" in saved or optimizer.rule.name == "sgd"
     keys = {key for name in names for key in _keys_of(saved, name)}
+    like, bases = parameter, {}
+    if is_projected(group):
+        like, bases = moment_like(group, parameter), basis_shapes(group, parameter)
+        keys |= set(bases)
     if set(saved) - {"step", LOW_BITS} != keys or not counts_steps:
-        found, expected = sorted(map(str, saved)), sorted({"step", *needed})
+        found, expected = sorted(map(str, saved)), sorted({"step", *needed, *bases})
         raise refuse("state_keys", index=index, found=found, rule=optimizer.rule.name, expected=expected)
     result: dict[str, Any] = {"step": _step_counter(saved.get("step", 1.0), index)}
     for name in names:
-        moment = _saved_moment(saved, name, index, parameter)
-        convert_moment(result, name, optimizer.config.state, parameter, moment)
+        moment = _saved_moment(saved, name, index, like)
+        convert_moment(result, name, optimizer.config.state, like, moment)
+    for key, shape in bases.items():
+        result[key] = _saved_basis(saved[key], key, index, parameter, shape)
     low = low_bits_of(result, optimizer.config.weight_bits, parameter)
     if low is not None and LOW_BITS in saved:
         _load_low_bits(low, saved[LOW_BITS], index)
@@ -155,6 +165,16 @@ def _saved_moment(saved: dict[str, Any], name: str, index: int, parameter: Tenso
     if not isinstance(scale, Tensor) or tuple(scale.shape) != blocks or scale.dtype != torch.uint8:
         raise refuse("state_file", problem=f"'{name + SCALE}' of parameter {index} is not uint8 {blocks}")
     return moment
+
+
+def _saved_basis(basis: Any, key: str, index: int, parameter: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A basis of the checkpoint on the weight's device, in the weight's dtype."""
+    if not isinstance(basis, Tensor) or tuple(basis.shape) != shape:
+        found = tuple(basis.shape) if isinstance(basis, Tensor) else type(basis).__name__
+        raise refuse("state_shape", key=key, index=index, found=found, expected=shape)
+    if not basis.is_floating_point():
+        raise refuse("state_file", problem=f"'{key}' of parameter {index} has dtype {basis.dtype}")
+    return basis.detach().to(device=parameter.device, dtype=parameter.dtype, copy=True).contiguous()
 
 
 def _load_low_bits(target: Tensor, saved: Any, index: int) -> None:

@@ -4,7 +4,7 @@ For Y = X W^T the gradient is G = dY^T X. Everything that anybody asks of G can 
 
     norm          ||G||^2 by a GEMM with a reduce, or from two small Gram matrices
     accumulation  more pairs: G = sum_s dY_s^T X_s
-    projection    G Q = dY^T (X Q),  P^T G = (dY P)^T X
+    projection    G Q = dY^T (X Q),  P^T G = (dY P)^T X (`projection.py` does that)
     update        tile by tile in a fused kernel (`optim.py` does that)
 
 An embedding's gradient is the same with one-hot inputs, G = sum_t e_{ids_t} dY_t^T, and is held as (ids, dY):
@@ -27,8 +27,7 @@ from torch import Tensor
 
 from .config import refuse
 from .dispatch import backend_for
-from .reference import accumulate_dense_, plain_math
-from .row_sums import add_row_sums_, row_sums
+from .reference import accumulate_dense_
 
 __all__ = ["FactoredGradient", "Lookup", "Segment", "norms_sq", "scale_all_"]
 
@@ -248,35 +247,6 @@ class FactoredGradient:
             accumulate_dense_(result, dy_TN, x_TK)
         if self.looked_up:
             backend_for(self._weight).accumulate_lookups_(result, self.lookups())
-        return result if self.coefficient is None else result.mul_(self.coefficient)
-
-    @plain_math
-    def project_right(self, basis_KR: Tensor) -> Tensor:
-        """G Q = sum dY^T (X Q) as fp32 (N, R), for Q of shape (K, R)."""
-        basis = basis_KR.float()
-        if self.buffer is not None:
-            result = self.buffer.float() @ basis
-        else:
-            result = torch.zeros(self.shape[0], basis.shape[1], dtype=torch.float32, device=self.device)
-            for dy_TN, x_TK in self.pairs():
-                result.addmm_(dy_TN.float().t(), x_TK.float() @ basis)
-            looked_up = [row_sums(ids_T, dy_TK.float() @ basis) for ids_T, dy_TK in self.lookups()]
-            add_row_sums_(result, looked_up, 0)
-        return result if self.coefficient is None else result.mul_(self.coefficient)
-
-    @plain_math
-    def project_left(self, basis_NR: Tensor) -> Tensor:
-        """P^T G = sum (dY P)^T X as fp32 (R, K), for P of shape (N, R)."""
-        basis = basis_NR.float()
-        if self.buffer is not None:
-            result = basis.t() @ self.buffer.float()
-        else:
-            result = torch.zeros(basis.shape[1], self.shape[1], dtype=torch.float32, device=self.device)
-            for dy_TN, x_TK in self.pairs():
-                result.addmm_((dy_TN.float() @ basis).t(), x_TK.float())
-            for ids_T, dy_TK in self.lookups():
-                rows, sums = row_sums(ids_T, dy_TK)
-                result.addmm_(basis[rows].t(), sums)
         return result if self.coefficient is None else result.mul_(self.coefficient)
 
     def _densify(self) -> Tensor:

@@ -99,6 +99,9 @@ def _slot_norms(slots: list[WeightSlot]) -> tuple[list[Tensor], list[WeightSlot]
     for slot in slots:
         slot.merge_dense()
     squares = norms_sq([slot.gradient for slot in slots if slot.gradient is not None])
+    unknown = [slot for slot in slots if slot.updated and slot.norm_sq is None]
+    if unknown:
+        raise refuse("projected_norm", param=unknown[0].name)
     applied = [slot for slot in slots if slot.norm_sq is not None]
     consumed = [slot.norm_sq for slot in applied if slot.norm_sq is not None]
     squares += [square for square in consumed if square.ndim]

@@ -80,7 +80,8 @@ class ForgeOptimizer(Optimizer):
 
     def _prepare_engine(self) -> None:
         """Set what is not part of torch's optimizer state."""
-        self.tape = Tape(self, type(self)._consume, type(self)._finish_backward)
+        cls = type(self)
+        self.tape = Tape(self, cls._consume, cls._finish_backward, cls._settle)
         self.tape.backward_mode = self.update_mode == "backward"
         self.tape.lagged = self.config.clip == "lagged"
         self._model = lambda: None
@@ -139,7 +140,7 @@ class ForgeOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.tape.require_usable()
-        updates: list[Prepared] = []
+        updates: list[Any] = []
         begun = any(slot.updated for slot in self.tape.slots)
         try:
             with torch.no_grad():
@@ -148,7 +149,7 @@ class ForgeOptimizer(Optimizer):
                 for _, parameter in self._walk():
                     updates += self._due(parameter)
                 begun = begun or bool(updates)
-                apply_(updates, self._versions)
+                self._run(updates)
         except BaseException:
             done = sum(slot.updated for slot in self.tape.slots) + sum(update.done for update in updates)
             self.tape.discard()
@@ -334,8 +335,8 @@ class ForgeOptimizer(Optimizer):
             gradient.scale_(self.tape.lagged_coefficient)
         slot.updated = True
         update = self._prepare(slot.parameter, gradient)
-        if not waits_for_company(update):
-            (slot.norm_sq,) = apply_([update], self._versions, want_norm_sq=True)
+        if not (isinstance(update, Prepared) and waits_for_company(update)):
+            (slot.norm_sq,) = self._run([update], want_norm_sq=True)
             return
         ((dy_TN, x_TK, _),) = gradient.segments
         self.tape.note_held(dy_TN)
@@ -344,6 +345,13 @@ class ForgeOptimizer(Optimizer):
         self._waiting_bytes += dy_TN.untyped_storage().nbytes() + x_TK.untyped_storage().nbytes()
         if self._waiting_bytes >= WAITING_BYTES:
             self._run_waiting()
+
+    def _settle(self, slot: WeightSlot) -> None:
+        """Hold a gradient that stays in a smaller form; there is none here."""
+
+    def _run(self, updates: list[Any], want_norm_sq: bool = False) -> list[Tensor | None]:
+        """Run what `_prepare` returned; see `apply_`."""
+        return apply_(updates, self._versions, want_norm_sq)
 
     def _run_waiting(self) -> None:
         """Run the updates that were put off in this backward."""
@@ -389,7 +397,7 @@ class ForgeOptimizer(Optimizer):
                 "Fix: load the model in bfloat16, or leave weight_bits out."
             )
 
-    def _due(self, parameter: Tensor) -> list[Prepared]:
+    def _due(self, parameter: Tensor) -> list[Any]:
         """What step() has to run for one parameter."""
         slot = self._slots.get(id(parameter))
         gradient: FactoredGradient | Tensor | None = parameter.grad
@@ -397,7 +405,8 @@ class ForgeOptimizer(Optimizer):
             gradient = slot.take()
         return [] if gradient is None else [self._prepare(parameter, gradient)]
 
-    def _prepare(self, parameter: Tensor, gradient: FactoredGradient | Tensor) -> Prepared:
+    def _prepare(self, parameter: Tensor, gradient: FactoredGradient | Tensor) -> Any:
+        """What `_run` takes: a `Prepared` here."""
         index, number = self._places[id(parameter)]
         group, state, known = self.param_groups[index], self.state[parameter], self.tape.scalars[index]
         return prepare(

@@ -353,7 +353,7 @@ def accumulate_dense_(buffer: Tensor, dy_TN: Tensor, x_TK: Tensor) -> None:
         return
     for rows in _row_chunks(buffer.shape):
         dy_rows = dy_TN[:, rows]
-        if buffer.is_cuda and _HAS_OUT_DTYPE:
+        if buffer.is_cuda and HAS_OUT_DTYPE:
             part = torch.mm(dy_rows.t(), x_TK, out_dtype=torch.float32)
         else:
             part = dy_rows.t().float() @ x_TK.float()
@@ -376,4 +376,4 @@ def accumulate_lookups_(buffer: Tensor, lookups: Sequence[Lookup]) -> None:
 
 
 # torch.mm(..., out_dtype=) keeps cuBLAS' fp32 accumulator; it came with torch 2.8.
-_HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)

@@ -52,7 +52,10 @@ class WeightSlot:
         norm_sq: What adds up to the squared norm of the consumed gradient of this step (fp32), or None.
         stale: The gradient was consumed and `zero_grad()` has not been called since.
         spoiled: A gradient came after that, so that the sum torch would hold is lost.
+        gradient_type: What holds the gradient.
     """
+
+    gradient_type: type[FactoredGradient] = FactoredGradient
 
     def __init__(self, parameter: nn.Parameter, name: str, tape: Tape) -> None:
         self.parameter = parameter
@@ -119,11 +122,14 @@ class WeightSlot:
             return
         complete = self._expected == 0 and self.tape.consumes_now()
         if self.gradient is None:
-            self.gradient = FactoredGradient(self.parameter, self.name)
+            self.gradient = self.gradient_type(self.parameter, self.name)
         add(self.gradient, complete)
         if complete:
             self.tape.consume(self)
-        elif self.gradient.holds_factors:
+            return
+        if self._expected == 0:
+            self.tape.settle(self)
+        if self.gradient.holds_factors:
             self.tape.note_held(dy)
 
     def receive_elsewhere(self) -> None:
@@ -151,7 +157,7 @@ class WeightSlot:
         dense = self.parameter.grad
         if dense is not None:
             if gradient is None:
-                gradient = FactoredGradient(self.parameter, self.name)
+                gradient = self.gradient_type(self.parameter, self.name)
             self.parameter.grad = None
             gradient.add_dense(dense)
         return gradient
@@ -166,7 +172,7 @@ class WeightSlot:
         had_gradient = self.involved()
         self.gradient = None
         if had_gradient and not set_to_none:
-            self.gradient = FactoredGradient(self.parameter, self.name)
+            self.gradient = self.gradient_type(self.parameter, self.name)
             rows, columns = self.parameter.shape
             self.gradient.add_pair(self.parameter.new_empty(0, rows), self.parameter.new_empty(0, columns))
         self.norm_sq = None

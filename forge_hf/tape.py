@@ -42,6 +42,8 @@ class Tape:
         consume: Called as `consume(owner, slot)` when a slot's gradient is complete in `backward` mode.
         finish: Called as `finish(owner, completed)` when the last running backward has ended or one has
             failed: to run or to forget the updates that `consume` has put off.
+        settle: Called as `settle(owner, slot)` when the uses of one forward have all come back and the
+            gradient stays: to hold it in a smaller form.
 
     Attributes:
         owner: Returns the optimizer, or None when it is gone.
@@ -57,11 +59,16 @@ class Tape:
     """
 
     def __init__(
-        self, owner: Any, consume: Callable[[Any, WeightSlot], None], finish: Callable[[Any, bool], None]
+        self,
+        owner: Any,
+        consume: Callable[[Any, WeightSlot], None],
+        finish: Callable[[Any, bool], None],
+        settle: Callable[[Any, WeightSlot], None],
     ) -> None:
         self.owner: Callable[[], Any] = weakref.ref(owner)
         self._consume = consume
         self._finish = finish
+        self._settle = settle
         self.slots: list[WeightSlot] = []
         self.backward_mode = False
         self.lagged = False
@@ -80,6 +87,10 @@ class Tape:
         """Whether a complete gradient is to be consumed at this point of backward."""
         if not self.backward_mode or (self.lagged and self.lagged_coefficient is None):
             return False
+        return self.in_last_micro_batch()
+
+    def in_last_micro_batch(self) -> bool:
+        """Whether this backward is the last of its step, as far as accelerate and `no_sync` say."""
         return self.hold_depth == 0 and _last_micro_batch()
 
     def exchange_lagged(self, coefficient: Tensor) -> Tensor:
@@ -93,6 +104,12 @@ class Tape:
         owner = self.owner()
         if owner is not None:
             self._consume(owner, slot)
+
+    def settle(self, slot: WeightSlot) -> None:
+        """Let the optimizer hold `slot`'s gradient in a smaller form."""
+        owner = self.owner()
+        if owner is not None:
+            self._settle(owner, slot)
 
     def enter_backward(self) -> None:
         """Watch the running backward: if it ends by an exception, its partial gradients are dropped.
