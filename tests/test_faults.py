@@ -94,7 +94,7 @@ def test_interrupted_backward_in_backward_mode(kind):
     saved, state = snapshot(model), optimizer.state_dict()
     interrupted(model, optimizer)
     message = (
-        r"interrupted backward\(\) after at least 1 of 3 weights .*load the last checkpoint .*accept_partial_step"
+        r"interrupted backward\(\) after at least 1 of 3 .*load the last checkpoint .*accept_partial_step"
     )
     with pytest.raises(ForgeRefusal, match=message):
         optimizer.step()
