@@ -93,7 +93,9 @@ def test_interrupted_backward_in_backward_mode(kind):
     optimizer = ForgeAdamW(model, update="backward")
     saved, state = snapshot(model), optimizer.state_dict()
     interrupted(model, optimizer)
-    message = r"interrupted backward\(\) after at least 1 of 3 weights .*load the last checkpoint .*accept_partial_step"
+    message = (
+        r"interrupted backward\(\) after at least 1 of 3 .*load the last checkpoint .*accept_partial_step"
+    )
     with pytest.raises(ForgeRefusal, match=message):
         optimizer.step()
     with pytest.raises(ForgeRefusal, match=message):
