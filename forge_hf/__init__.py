@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from .gradient import FactoredGradient
     from .hf.memory import ForgeMemoryCallback
     from .hf.trainer import ForgeTrainer
-    from .optim import ForgeAdamW, ForgeLion, ForgeOptimizer, ForgeSGD, clip_grad_norm_
+    from .optim import (
+        ForgeAdamW,
+        ForgeGaLoreAdamW,
+        ForgeLion,
+        ForgeOptimizer,
+        ForgeSGD,
+        clip_grad_norm_,
+    )
     from .report import explain
 
 _HOMES = {
@@ -27,6 +34,7 @@ _HOMES = {
     "ForgeAdamW": "optim",
     "ForgeConfig": "config",
     "ForgeConfigError": "config",
+    "ForgeGaLoreAdamW": "optim",
     "ForgeLion": "optim",
     "ForgeMemoryCallback": "hf.memory",
     "ForgeOptimizer": "optim",
@@ -43,6 +51,7 @@ __all__ = [
     "ForgeAdamW",
     "ForgeConfig",
     "ForgeConfigError",
+    "ForgeGaLoreAdamW",
     "ForgeLion",
     "ForgeMemoryCallback",
     "ForgeOptimizer",

@@ -68,8 +68,8 @@ class ForgeGaLoreAdamW(ForgeOptimizer):
 
     Args:
         params: The model, or param groups together with `attach_to`. Groups with a key `rank` are projected
-            with the settings `rank`, `update_proj_gap`, `scale`, `proj_type` that they hold, missing ones being
-            those below; other groups are split into targets and the rest.
+            with their own `rank`, `update_proj_gap`, `scale`, `proj_type`, or those below where one is
+            missing; other groups are split into targets and the rest.
         lr: Learning rate.
         betas: Decay rates of the two moments.
         eps: Added to the root of the second moment.
@@ -176,6 +176,13 @@ class ForgeGaLoreAdamW(ForgeOptimizer):
                     name = names.get(id(tensor), "parameter")
                     raise refuse("projected_rank", param=name, dim=tensor.dim())
         super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the optimizer without the model: the copy works on ordinary gradients."""
+        names = ("projection", "subspace", "refresh", "moments", "_offsets", "_targets")
+        kept = {name: getattr(self, name) for name in names}
+        # Keys of the model that is left behind.
+        return {**super().__getstate__(), **kept, "_offsets": {}, "_targets": Targets({}, {})}
 
     def _attach(self) -> None:
         super()._attach()

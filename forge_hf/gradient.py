@@ -29,7 +29,7 @@ from .config import refuse
 from .dispatch import backend_for
 from .reference import accumulate_dense_
 
-__all__ = ["FactoredGradient", "Lookup", "Segment", "norms_sq", "scale_all_"]
+__all__ = ["FactoredGradient", "Lookup", "Segment", "compact", "norms_sq", "scale_all_"]
 
 
 class Segment(NamedTuple):
@@ -55,13 +55,13 @@ def _version(tensor: Tensor) -> int:
         return 0
 
 
-def _compact(tensor: Tensor) -> Tensor:
+def compact(tensor: Tensor) -> Tensor:
     """Copy a small view of a large storage, which holding the view would keep alive."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > 1.25 * tensor.nbytes else tensor
 
 
 def _compact_bytes(tensor: Tensor) -> int:
-    """Bytes that holding `_compact(tensor)` costs; an expanded tensor costs less than its elements."""
+    """Bytes that holding `compact(tensor)` costs; an expanded tensor costs less than its elements."""
     storage_bytes, tensor_bytes = tensor.untyped_storage().nbytes(), tensor.nbytes
     return tensor_bytes if storage_bytes > 1.25 * tensor_bytes else storage_bytes
 
@@ -123,7 +123,7 @@ class FactoredGradient:
         dy_TN: Tensor,
         x_TK: Tensor,
         bounded: bool = True,
-        keep_input: Callable[[Tensor], Tensor] = _compact,
+        keep_input: Callable[[Tensor], Tensor] = compact,
     ) -> None:
         """Add dY^T X.
 
@@ -144,7 +144,7 @@ class FactoredGradient:
             if self._exceeds_dense(self.looked_up, dy_TN, x_TK):
                 accumulate_dense_(self._densify(), dy_TN, x_TK)
                 return
-            dy_TN, x_TK = _compact(dy_TN), keep_input(x_TK)
+            dy_TN, x_TK = compact(dy_TN), keep_input(x_TK)
         self.segments.append(Segment(dy_TN, x_TK, (_version(dy_TN), _version(x_TK))))
 
     def add_lookup(self, ids_T: Tensor, dy_TK: Tensor) -> None:
@@ -165,7 +165,7 @@ class FactoredGradient:
         if self.buffer is not None:
             backend_for(self._weight).accumulate_lookups_(self.buffer, [lookup[:2]])
             return
-        dy_TK = _compact(lookup.dy_TK)
+        dy_TK = compact(lookup.dy_TK)
         self.looked_up.append(Lookup(ids_T, dy_TK, _version(dy_TK)))
 
     def add_dense(self, grad: Tensor) -> None:

@@ -149,7 +149,8 @@ def find_basis(
         seed: Of the random directions that the first power iteration starts from.
 
     Returns:
-        The basis, and whether the gradient was usable: finite and not 0. If not, it is the old one, or random.
+        The basis, and whether the gradient was usable: finite and not 0. If not, it is the old or a random
+        one.
     """
     start = random_basis(group["proj_type"], group["rank"], parameter, seed) if old is None else old
     norm_sq = float(gradient.unscaled_norm_sq())

@@ -12,12 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from .galore import ForgeGaLoreAdamW
 from .optimizer import ForgeOptimizer
 from .rules import ADAMW, LION, SGD
 from .tape import set_last_micro_batch_probe
 
 __all__ = [
     "ForgeAdamW",
+    "ForgeGaLoreAdamW",
     "ForgeLion",
     "ForgeOptimizer",
     "ForgeSGD",

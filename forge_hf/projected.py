@@ -8,12 +8,12 @@ of the whole gradient, and drops pairs and buffer; later pairs are added to R. T
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from .config import refuse
-from .gradient import FactoredGradient
+from .gradient import FactoredGradient, compact
 from .subspace import Basis, project
 
 __all__ = ["ProjectedGradient"]
@@ -65,10 +65,16 @@ class ProjectedGradient(FactoredGradient):
         self.buffer = None
         return self.low_rank
 
-    def add_pair(self, dy_TN: Tensor, x_TK: Tensor, bounded: bool = True, **how: Any) -> None:
-        """Add dY^T X, to the projection where there is one."""
+    def add_pair(
+        self,
+        dy_TN: Tensor,
+        x_TK: Tensor,
+        bounded: bool = True,
+        keep_input: Callable[[Tensor], Tensor] = compact,
+    ) -> None:
+        """Add dY^T X, to the projection where there is one; see `FactoredGradient.add_pair`."""
         if self.low_rank is None:
-            super().add_pair(dy_TN, x_TK, bounded, **how)
+            super().add_pair(dy_TN, x_TK, bounded, keep_input)
         else:
             self._add(lambda part: part.add_pair(dy_TN, x_TK, bounded=False))
 
@@ -96,7 +102,7 @@ class ProjectedGradient(FactoredGradient):
             raise refuse("projected_norm", param=self.name)
         return super().unscaled_norm_sq()
 
-    def dense(self, dtype: Any = None) -> Tensor:
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The gradient as a new tensor (N, K).
 
         Raises:

@@ -6,7 +6,8 @@
 
 Two thin products each, fewer operations than G itself while R is below N K / (N + K). Results are fp32 and
 before the gradient's coefficient. 16-bit pairs on a GPU are multiplied in their own dtype with fp32 sums, as
-their gradient would be. A direction is a row, so that results and bases are contiguous operands of the update.
+their gradient would be. A direction is a row, so that results and bases are contiguous operands of the
+update.
 
 Source: Zhao et al. 2024 (GaLore, arXiv 2403.03507), section 3, for the projections.
 """

@@ -131,25 +131,26 @@ REFUSALS: dict[str, str] = {
         "knowingly."
     ),
     "projected_norm": (
-        "Only the projection of the gradient of '{param}' is left, and the norm of the whole one is not known: "
-        "backward() ran again after it was taken for complete, or update='backward' measured none. Fix: run all "
-        "but the last backward() of a step inside optimizer.no_sync() (accelerate and the Trainer do), or use "
-        "update='step', or do not ask for the norm (max_grad_norm=0)."
+        "Only the projection of the gradient of '{param}' is left, and the norm of the whole one is not "
+        "known: backward() ran again after it was taken for complete, or update='backward' measured none. "
+        "Fix: run all but the last backward() of a step inside optimizer.no_sync() (accelerate and the "
+        "Trainer do), or use update='step', or do not ask for the norm (max_grad_norm=0)."
     ),
     "projected_dense": (
-        "Only the projection of the gradient of '{param}' is left, so it cannot be given as a matrix. Fix: take "
-        "the weight out of the target modules."
+        "Only the projection of the gradient of '{param}' is left, so it cannot be given as a matrix. "
+        "Fix: take the weight out of the target modules."
     ),
     "projected_rank": (
-        "'{param}' has {dim} dimensions, so it cannot be projected. Fix: give it to a param group without 'rank'."
+        "'{param}' has {dim} dimensions, so it cannot be projected. Fix: give it to a param group without "
+        "'rank'."
     ),
     "no_targets": (
-        "GaLore has no weight to project: target modules {names!r}: {why}. Fix: give optim_target_modules (or "
-        "target_modules) names of trained nn.Linear modules, a regular expression, or 'all-linear'."
+        "GaLore has no weight to project; target modules {names!r}: {why}. Fix: give optim_target_modules "
+        "(or target_modules) names of trained nn.Linear modules, a regular expression, or 'all-linear'."
     ),
     "state_projection": (
-        "The checkpoint was written with {key}={found}, and this optimizer has {key}={expected}. Fix: give the "
-        "same value, or start without the optimizer's state."
+        "The checkpoint was written with {key}={found}, and this optimizer has {key}={expected}. Fix: give "
+        "the same value, or start without the optimizer's state."
     ),
     "interrupted_step": (
         "An exception interrupted step() after at least {updated} of {total} parameters had been updated. "

@@ -1,6 +1,6 @@
 """Which weights of a model are projected: names as `optim_target_modules` has them, or a default.
 
-    None, "all-linear"    every linear layer whose weight is no embedding's and does not write to the vocabulary
+    None, "all-linear"    every linear layer, but those that share an embedding or write to a vocabulary
     "regex"               modules whose whole name matches
     ["q_proj", "mlp"]     modules whose name contains one of the strings, or matches it as a regex
 
@@ -111,8 +111,9 @@ def _of_vocabulary(model: nn.Module) -> set[int]:
     tables: list[Tensor] = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     heads: list[Tensor] = []
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    if isinstance(output, nn.Module) and isinstance(output._parameters.get("weight"), nn.Parameter):
-        heads.append(output.weight)
+    written = output._parameters.get("weight") if isinstance(output, nn.Module) else None
+    if written is not None:
+        heads.append(written)
     sizes = {table.shape[0] for table in tables if table.shape[0] > max(table.shape[1], 1024)}
     for module in model.modules():
         weight = module._parameters.get("weight")

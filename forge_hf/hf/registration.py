@@ -34,6 +34,11 @@ FORGE_OPTIMIZERS: dict[str, tuple[str, dict[str, str]]] = {
     "forge_lion": ("ForgeLion", {}),
     "forge_lion_8bit": ("ForgeLion", {"state": "8bit"}),
     "forge_sgd": ("ForgeSGD", {}),
+    # transformers' own names; theirs need galore_torch and the dense gradient
+    "galore_adamw": ("ForgeGaLoreAdamW", {}),
+    "galore_adamw_8bit": ("ForgeGaLoreAdamW", {"state": "8bit"}),
+    "galore_adamw_layerwise": ("ForgeGaLoreAdamW", {}),
+    "galore_adamw_8bit_layerwise": ("ForgeGaLoreAdamW", {"state": "8bit"}),
 }
 _SUPPORTED = "5.0.0 to 5.24.0 are tested"
 

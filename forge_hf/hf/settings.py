@@ -55,6 +55,7 @@ def optimizer_class_and_kwargs(
         **_rule_arguments(cls.rule, args),
         **rule_options,
         **options,
+        **_target_arguments(cls, name, args),
         "attach_to": model,
     }
 
@@ -71,6 +72,23 @@ def _rule_arguments(rule: Rule, args: Any) -> dict[str, Any]:
     if rule.name == "lion":
         choices = zip(given, _TRAINING_ARGUMENTS_BETAS, rule.defaults["betas"], strict=True)
         return {"betas": tuple(own if beta == unset else beta for beta, unset, own in choices)}
+    return {}
+
+
+def _target_arguments(cls: type, name: str, args: Any) -> dict[str, Any]:
+    """`optim_target_modules`, which only projecting optimizers have a use for.
+
+    Raises:
+        ForgeConfigError: another optimizer was given target modules.
+    """
+    targets = args.optim_target_modules
+    if "rank" in cls.rule.options:  # type: ignore[attr-defined]
+        return {"target_modules": targets}
+    if targets is not None:
+        raise ForgeConfigError(
+            f"optim_target_modules={targets!r} has no meaning for optim='{name}', which trains every "
+            "parameter that requires a gradient. Fix: leave it out, or use optim='galore_adamw'."
+        )
     return {}
 
 
