@@ -1,9 +1,10 @@
 """ForgeGaLoreAdamW: AdamW on projected gradients that are computed from the pairs.
 
-    step mode      R replaces a weight's pair as soon as the pair is complete and its norm is known
-    backward mode  the weight is updated in backward; earlier micro-batches are added up as R
+    step mode      R replaces a weight's pair in backward, as soon as its norm is known
+    backward mode  the weight is updated in backward
 
-A weight whose basis is due keeps its pairs (or their dense sum) over the micro-batches of that step, so that
+Micro-batches before the last keep pairs (or their dense sum), since the norm of a sum is not the sum of the
+norms; with `measure_norm=False` they are added up as R, except for a weight whose basis is due in that step:
 the new basis sees the whole gradient. Weights outside the targets are trained by AdamW as in `ForgeAdamW`.
 
 Source: Zhao et al. 2024 (GaLore, arXiv 2403.03507).
@@ -53,6 +54,7 @@ GALORE = dataclasses.replace(
         "subspace": "str",
         "refresh": "str",
         "moments": "str",
+        "measure_norm": "bool",
     },
 )
 _CHOICES = {
@@ -81,6 +83,9 @@ class ForgeGaLoreAdamW(ForgeOptimizer):
         subspace: How a basis is found: "power" (from the pairs) or "svd" (dense, one weight at a time).
         refresh: "together", or "staggered": spread over the steps of a gap.
         moments: What a new basis does to the moments: "keep" (as in the paper) or "rotate" into it.
+        measure_norm: Whether the norm of the whole gradient is measured before only its projection is kept:
+            for clipping and logs. False is faster, and holds only projections over the micro-batches of a
+            step; the logged norm is then NaN, and clipping is refused.
         target_modules: As `optim_target_modules` in TrainingArguments; None for all linear layers that are
             not of the vocabulary's size.
         attach_to: The model, when `params` are groups.
@@ -109,6 +114,7 @@ class ForgeGaLoreAdamW(ForgeOptimizer):
         subspace: str = "power",
         refresh: str = "together",
         moments: str = "keep",
+        measure_norm: bool = True,
         target_modules: str | Iterable[str] | None = None,
         attach_to: nn.Module | None = None,
         **options: Any,
@@ -120,6 +126,7 @@ class ForgeGaLoreAdamW(ForgeOptimizer):
             "proj_type": proj_type,
         }
         self.subspace, self.refresh, self.moments = subspace, refresh, moments
+        self.measure_norm = measure_norm
         for name in ("subspace", "refresh", "moments"):
             _check_choice(name, getattr(self, name))
         _check_projection(self.projection)
@@ -179,7 +186,7 @@ class ForgeGaLoreAdamW(ForgeOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the optimizer without the model: the copy works on ordinary gradients."""
-        names = ("projection", "subspace", "refresh", "moments", "_offsets", "_targets")
+        names = ("projection", "subspace", "refresh", "moments", "measure_norm", "_offsets", "_targets")
         kept = {name: getattr(self, name) for name in names}
         # Keys of the model that is left behind.
         return {**super().__getstate__(), **kept, "_offsets": {}, "_targets": Targets({}, {})}
@@ -226,7 +233,7 @@ class ForgeGaLoreAdamW(ForgeOptimizer):
         if not is_projected(group):
             return
         last = self.tape.in_last_micro_batch()
-        want_norm = not self.tape.backward_mode or self.tape.lagged
+        want_norm = self.measure_norm
         state = self.state[slot.parameter]
         if not last and (want_norm or self._due_now(slot.parameter, group, state)):
             return
@@ -288,9 +295,8 @@ class ForgeGaLoreAdamW(ForgeOptimizer):
             return super()._run(updates, want_norm_sq)
         others = [update for update in updates if not isinstance(update, ProjectedUpdate)]
         norms = iter(super()._run(others, want_norm_sq))
-        # Only lagged clipping needs the norm in backward, and it costs as much as the gradient.
         measured = [
-            update.gradient.unscaled_norm_sq() if want_norm_sq and self.tape.lagged else None
+            update.gradient.unscaled_norm_sq() if want_norm_sq and self.measure_norm else None
             for update in projected
         ]
         apply_projected_(projected, self._versions, rotate=self.moments == "rotate")

@@ -78,7 +78,10 @@ class FactoredGradient:
         looked_up: Held lookups, oldest first.
         buffer: Dense sum (N, K) in the weight's dtype, or None. Where it is in use nothing else is.
         coefficient: 0-d fp32 tensor that multiplies everything (clipping, unscaling), or None for 1.
+        measurable: Whether its norm can be had, unless it was given up on purpose.
     """
+
+    measurable = True
 
     def __init__(self, weight: Tensor, name: str = "weight") -> None:
         self.shape = weight.shape

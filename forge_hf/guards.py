@@ -42,11 +42,11 @@ def clip_slots_and_grads_(
         error_if_nonfinite: Raise when the norm is not finite.
 
     Returns:
-        0-d fp32 tensor: the norm before clipping.
+        0-d fp32 tensor: the norm before clipping; NaN for `inf` where a `measure_norm=False` gave it up.
 
     Raises:
-        ForgeRefusal: another norm, the updates already ran (`update="backward"`) and `max_norm` is finite, or
-            `step()` used the gradients up.
+        ForgeRefusal: another norm, or a finite `max_norm` where the norm was given up or the updates already
+            ran (`update="backward"`), or `step()` used the gradients up.
         RuntimeError: the norm is not finite and `error_if_nonfinite`.
     """
     parameters = list(parameters)
@@ -58,6 +58,11 @@ def clip_slots_and_grads_(
     used_up = [slot for slot in slots if slot.stale]
     if used_up:
         raise refuse("used_up", param=used_up[0].name)
+    unmeasured = [slot for slot in slots if slot.unmeasured()]
+    if unmeasured and max_norm == float("inf"):
+        return torch.tensor(float("nan"), device=unmeasured[0].parameter.device)
+    if unmeasured:
+        raise refuse("norm_not_measured", param=unmeasured[0].name)
     squares, applied = _slot_norms(slots)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norms = list(torch._foreach_norm(grads, 2, dtype=torch.float32)) if grads else []
@@ -99,9 +104,6 @@ def _slot_norms(slots: list[WeightSlot]) -> tuple[list[Tensor], list[WeightSlot]
     for slot in slots:
         slot.merge_dense()
     squares = norms_sq([slot.gradient for slot in slots if slot.gradient is not None])
-    unknown = [slot for slot in slots if slot.updated and slot.norm_sq is None]
-    if unknown:
-        raise refuse("projected_norm", param=unknown[0].name)
     applied = [slot for slot in slots if slot.norm_sq is not None]
     consumed = [slot.norm_sq for slot in applied if slot.norm_sq is not None]
     squares += [square for square in consumed if square.ndim]

@@ -58,6 +58,7 @@ class ProjectedGradient(FactoredGradient):
         """
         if want_norm:
             self.unscaled_norm_sq()
+        self.measurable = want_norm
         self.low_rank = project(self, basis)
         self.basis, self.fresh = basis, fresh
         self.segments.clear()

@@ -131,10 +131,13 @@ REFUSALS: dict[str, str] = {
         "knowingly."
     ),
     "projected_norm": (
-        "Only the projection of the gradient of '{param}' is left, and the norm of the whole one is not "
-        "known: backward() ran again after it was taken for complete, or update='backward' measured none. "
-        "Fix: run all but the last backward() of a step inside optimizer.no_sync() (accelerate and the "
-        "Trainer do), or use update='step', or do not ask for the norm (max_grad_norm=0)."
+        "Only the projection of the gradient of '{param}' is left, and backward() ran again after that, so "
+        "the norm of their sum is not known. Fix: run all but the last backward() of a step inside "
+        "optimizer.no_sync() (accelerate and the Trainer do), or give measure_norm=False and do not clip."
+    ),
+    "norm_not_measured": (
+        "measure_norm=False gave up the norm of the gradient of '{param}', so it cannot be clipped by it. "
+        "Fix: leave measure_norm out, or do not clip (max_grad_norm=0)."
     ),
     "projected_dense": (
         "Only the projection of the gradient of '{param}' is left, so it cannot be given as a matrix. "

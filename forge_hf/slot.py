@@ -78,6 +78,12 @@ class WeightSlot:
         """Whether a gradient is held here, or was since `zero_grad()`."""
         return self.gradient is not None or self.updated or self.stale
 
+    def unmeasured(self) -> bool:
+        """Whether the norm of this step's gradient was given up on purpose."""
+        if self.gradient is not None:
+            return not self.gradient.measurable
+        return self.updated and self.norm_sq is None
+
     def expect(self) -> None:
         """Count a use seen in forward."""
         self._expected += 1

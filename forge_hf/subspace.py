@@ -4,7 +4,8 @@ A basis has one direction per row: right (R, K), left (R, N). `Basis.shape_of` i
 gradient, and of the moments.
 
     power   warm-started block power iteration, Z = orth(Q G^T), Q = orth(Z G), on the pairs only
-    svd     the first R singular vectors of the dense gradient of this one weight, as in the paper's code
+    svd     the first R singular vectors of the dense gradient of this one weight, as in the paper's code;
+            their signs, which an SVD leaves open, face the basis before, as kept moments need it
 
 orth is Cholesky-QR, twice (Yamamoto et al. 2015): the Gram matrix of the rows is small, and its Cholesky
 factor, whose diagonal is positive, turns no direction around, so that directions stay near those of the basis
@@ -41,7 +42,7 @@ __all__ = [
 PROJ_TYPES = ("std", "reverse_std", "left", "right", "full")
 SUBSPACES = ("power", "svd")
 #: Iterations from the old basis, and from a random one.
-WARM_ITERATIONS, COLD_ITERATIONS = 2, 4
+WARM_ITERATIONS, COLD_ITERATIONS = 2, 8
 
 
 class Basis(NamedTuple):
@@ -61,8 +62,8 @@ class Basis(NamedTuple):
         return sum(side.nbytes for side in self if side is not None)
 
     def to(self, dtype: torch.dtype) -> Basis:
-        """The basis in another dtype."""
-        return Basis(*(None if side is None else side.to(dtype) for side in self))
+        """The basis in another dtype, contiguous, as it comes out of a checkpoint."""
+        return Basis(*(None if side is None else side.to(dtype).contiguous() for side in self))
 
 
 def sides(proj_type: str, shape: torch.Size) -> tuple[bool, bool]:
@@ -119,16 +120,26 @@ def refreshed(gradient: FactoredGradient, start: Basis, subspace: str, warm: boo
         The new basis, fp32.
     """
     if subspace == "svd":
-        return _by_svd(gradient, start)
+        return _by_svd(gradient, start, warm)
     return _by_power(gradient, start, WARM_ITERATIONS if warm else COLD_ITERATIONS)
 
 
 @plain_math
-def _by_svd(gradient: FactoredGradient, like: Basis) -> Basis:
+def _by_svd(gradient: FactoredGradient, start: Basis, warm: bool) -> Basis:
     left_NR, _, right_RK = torch.linalg.svd(gradient.dense(torch.float32), full_matrices=False)
-    left = None if like.left is None else left_NR[:, : len(like.left)].t().contiguous()
-    right = None if like.right is None else right_RK[: len(like.right)].contiguous()
+    left, right = start
+    if left is not None:
+        left = _facing(left_NR[:, : len(left)].t(), left if warm else None)
+    if right is not None:
+        right = _facing(right_RK[: len(right)], right if warm else None)
     return Basis(left, right)
+
+
+def _facing(rows: Tensor, old: Tensor | None) -> Tensor:
+    """Rows, turned around where they point away from the old ones; an SVD leaves their signs open."""
+    if old is None:
+        return rows
+    return rows * torch.where((rows * old.float()).sum(1, keepdim=True) < 0, -1.0, 1.0)
 
 
 def _by_power(gradient: FactoredGradient, start: Basis, iterations: int) -> Basis:

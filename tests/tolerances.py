@@ -35,3 +35,7 @@ ROUND_BF16 = 2.0**-7
 ROUND_FP16 = 2.0**-10
 # Mean of stochastic roundings, in standard errors of uniform noise: a right one fails once in a million keys.
 MEAN_STANDARD_ERRORS = 5.0
+# Rows of a GaLore basis: off-diagonal and norm errors of Cholesky-QR in fp32 with up to 70 columns.
+ORTHONORMAL = 1e-4
+# GaLore against its published rule in float64 over 50 steps, and with 8-bit moments (the figures).
+WAY_GALORE, WAY_GALORE_8BIT = 0.01, 0.05

@@ -50,6 +50,11 @@ def optimizer_class_and_kwargs(
     config, rule_options = ForgeConfig.from_options(given, cls.rule.options)
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     options["update"] = resolve_update(args, config)
+    if _clips(args) and not rule_options.get("measure_norm", True):
+        raise ForgeConfigError(
+            f"optim_args has measure_norm=False, and max_grad_norm={args.max_grad_norm} clips by that norm. "
+            "Fix: max_grad_norm=0, or leave measure_norm out."
+        )
     return cls, {
         "lr": args.learning_rate,
         **_rule_arguments(cls.rule, args),
@@ -98,19 +103,22 @@ def resolve_update(args: Any, config: ForgeConfig) -> str:
     Raises:
         ForgeRefusal: `update="backward"` with exact clipping, an fp16 scaler, or auto_find_batch_size.
     """
-    max_norm = args.max_grad_norm
-    clips = max_norm is not None and 0 < max_norm < math.inf
+    clips = _clips(args)
     scales = _mixed_precision(args) == "fp16"
     if config.update == "auto":
         return "step" if clips or scales or args.auto_find_batch_size else "backward"
     if config.update == "backward":
         if clips and config.clip != "lagged":
-            raise refuse("clip_in_backward", max_norm=max_norm)
+            raise refuse("clip_in_backward", max_norm=args.max_grad_norm)
         if scales:
             raise refuse("scaler_in_backward")
         if args.auto_find_batch_size:
             raise refuse("retry_in_backward")
     return config.update
+
+
+def _clips(args: Any) -> bool:
+    return args.max_grad_norm is not None and 0 < args.max_grad_norm < math.inf
 
 
 def _mixed_precision(args: Any) -> str:
