@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ForgeOptimizer,
         ForgeSGD,
         clip_grad_norm_,
+        dense_grad,
     )
     from .report import explain
 
@@ -42,6 +43,7 @@ _HOMES = {
     "ForgeSGD": "optim",
     "ForgeTrainer": "hf.trainer",
     "clip_grad_norm_": "optim",
+    "dense_grad": "optim",
     "detach": "attach",
     "explain": "report",
 }
@@ -59,6 +61,7 @@ __all__ = [
     "ForgeSGD",
     "ForgeTrainer",
     "clip_grad_norm_",
+    "dense_grad",
     "detach",
     "explain",
 ]

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 
 from .config import refuse
 from .embedding import reads_through_super, why_not_plain
-from .layers import receiver_of, restore_class_, stock_class, swap_class_
+from .layers import plain_kinds, receiver_of, restore_class_, stock_class, swap_class_
 from .slot import WeightSlot, live_slots, slot_of
 from .tape import Tape
 
 __all__ = ["PathEntry", "attach", "check_parameter", "detach", "release"]
 
 _DDP_IGNORE = "_ddp_params_and_buffers_to_ignore"
-_PLAIN = (nn.Linear, nn.Embedding)
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def _why_not_pair(parameter: nn.Parameter, holders: list[tuple[str, nn.Module]])
     """Reason for the dense path, or None when the pair path is exact."""
     for name, module in holders:
         cls = stock_class(type(module))
-        kind = next((stock for stock in _PLAIN if issubclass(cls, stock)), None)
+        kind = next((stock for stock in plain_kinds() if issubclass(cls, stock)), None)
         if kind is None:
             if len(holders) > 1:
                 return f"shared with {cls.__name__} '{name}'"

@@ -5,6 +5,9 @@ What every swapped layer shares is here too; `embedding.py` holds the other kind
     forward    Y = X W^T + b                        as nn.Linear
     backward   dX = dY W  (first, from the old W);  receiver.receive(dY, X);  db = sum_t dY;  no dW
 
+A layer with a weight (K, N), as transformers' Conv1D, computes Y = X W + b; its gradient X^T dY is the same
+with the pair's two sides exchanged.
+
 The layer keeps its Parameter, its state_dict keys and its stock class name in pickles; only `forward`
 differs. It knows no optimizer: a `Receiver` decides what becomes of the pair. Whenever the pair path would
 not be exact (gradient hooks on the weight, functional calls, tracing, `torch.autograd.grad` for the weight)
@@ -27,8 +30,10 @@ __all__ = [
     "ForgeLinear",
     "Receiver",
     "Swapped",
+    "SwappedLinear",
     "deliver",
     "in_backward",
+    "plain_kinds",
     "receiver_of",
     "register_swap",
     "restore_class_",
@@ -64,8 +69,15 @@ class Receiver(Protocol):
             ForgeRefusal: the weight was already updated in this step.
         """
 
-    def receive(self, dy_TN: Tensor, x_TK: Tensor, borrowed: bool) -> None:
-        """Take the pair; the weight may be updated now. `borrowed`: x belongs to the caller of the model."""
+    def receive(self, dy_TN: Tensor, x_TK: Tensor, borrowed: bool, exchanged: bool) -> None:
+        """Take the pair; the weight may be updated now.
+
+        Args:
+            dy_TN: Gradient of the output.
+            x_TK: The input.
+            borrowed: x belongs to the caller of the model.
+            exchanged: The gradient is X^T dY, of a weight (K, N).
+        """
 
     def receive_lookup(self, ids_T: Tensor, dy_TK: Tensor) -> None:
         """Take what an embedding's rows `ids_T` (its own copy, -1: none) are owed; as `receive` otherwise."""
@@ -101,8 +113,11 @@ def _weight_gradient_goes_to(ctx: Any) -> str:
 
 class _ForgeLinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, receiver: Receiver) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, receiver: Receiver, exchanged: bool
+    ) -> Tensor:
         ctx.receiver = receiver
+        ctx.exchanged = exchanged
         ctx.compute_dtype = _autocast_dtype(x)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.x_dtype = x.dtype
@@ -117,26 +132,28 @@ class _ForgeLinearFunction(torch.autograd.Function):
             bias = None if bias is None else bias.to(ctx.compute_dtype)
         # As torch: W is needed, and its version checked, for dX only.
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        y = F.linear(x, weight if ctx.compute_dtype is None else weight.to(ctx.compute_dtype), bias)
+        weight = weight if ctx.compute_dtype is None else weight.to(ctx.compute_dtype)
+        y = F.linear(x, weight.t() if exchanged else weight, bias)
         # Of a batch F.linear returns a view; autograd forbids in-place operations (a ReLU) on views made in
         # here.
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         receiver: Receiver = ctx.receiver
         if dy is None:
             receiver.receive_elsewhere()
-            return None, None, None, None
+            return None, None, None, None, None
         receiver.open_backward()
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled() and ctx.compute_dtype is not None:
             raise refuse("double_backward")
         dy_TN = _flat(dy)
         dx = db = None
-        needs_dx, _, needs_db, _ = ctx.needs_input_grad
+        needs_dx, _, needs_db, _, _ = ctx.needs_input_grad
         if needs_dx:
-            dx = dy_TN @ (weight if ctx.compute_dtype is None else weight.to(ctx.compute_dtype))
+            weight = weight if ctx.compute_dtype is None else weight.to(ctx.compute_dtype)
+            dx = dy_TN @ (weight.t() if ctx.exchanged else weight)
             if x.ndim != 2:
                 dx = dx.reshape(x.shape)
             if dx.dtype != ctx.x_dtype:
@@ -147,10 +164,10 @@ class _ForgeLinearFunction(torch.autograd.Function):
         dw = deliver(
             ctx,
             receiver,
-            lambda: receiver.receive(dy_TN, x_TK, ctx.borrowed),
-            lambda: (dy_TN.t() @ x_TK).to(receiver.parameter.dtype),
+            lambda: receiver.receive(dy_TN, x_TK, ctx.borrowed, ctx.exchanged),
+            lambda: (x_TK.t() @ dy_TN if ctx.exchanged else dy_TN.t() @ x_TK).to(receiver.parameter.dtype),
         )
-        return dx, dw, db, None
+        return dx, dw, db, None, None
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -212,19 +229,25 @@ class Swapped(nn.Module):
         return (copyreg._reconstructor, (stock_class(type(self)), object, None), state)  # type: ignore[attr-defined]
 
 
-class ForgeLinear(Swapped, nn.Linear):
+class SwappedLinear(Swapped):
+    """A swapped layer that multiplies by its weight; `exchanged` says that the weight is (K, N)."""
+
+    exchanged = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Y = X W^T + b for an input X of shape (..., K), or X W + b; returns (..., N)."""
+        receiver = self._open_forward() if input.layout is torch.strided else None
+        if receiver is None:
+            return super().forward(input)  # type: ignore[no-any-return, misc]
+        bias = self._parameters["bias"] if "bias" in self._parameters else self.bias
+        return _ForgeLinearFunction.apply(input, receiver.parameter, bias, receiver, self.exchanged)
+
+
+class ForgeLinear(SwappedLinear, nn.Linear):
     """nn.Linear whose weight gradient goes to a receiver as the pair (dY, X).
 
     Made by `swap_class_` from an existing layer; not meant to be constructed.
     """
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Y = X W^T + b for an input X of shape (..., K); returns (..., N)."""
-        receiver = self._open_forward() if input.layout is torch.strided else None
-        if receiver is None:
-            return super().forward(input)
-        bias = self._parameters["bias"] if "bias" in self._parameters else self.bias
-        return _ForgeLinearFunction.apply(input, receiver.parameter, bias, receiver)
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -254,6 +277,11 @@ def register_swap(stock: type[nn.Module], swapped: type[Swapped]) -> None:
 
 
 register_swap(nn.Linear, ForgeLinear)
+
+
+def plain_kinds() -> tuple[type[nn.Module], ...]:
+    """Stock layers that can be swapped."""
+    return tuple(_KINDS)
 
 
 def stock_class(cls: type[nn.Module]) -> type[nn.Module]:

@@ -1,4 +1,4 @@
-"""The optimizers by name, and clipping: what users construct and call.
+"""The optimizers by name, clipping and dense gradients: what users construct and call.
 
 `ForgeAdamW`, `ForgeLion` and `ForgeSGD` differ in their rule and its settings only; `optimizer.py` holds what
 they share.
@@ -24,6 +24,7 @@ __all__ = [
     "ForgeOptimizer",
     "ForgeSGD",
     "clip_grad_norm_",
+    "dense_grad",
     "set_last_micro_batch_probe",
 ]
 
@@ -136,10 +137,35 @@ def clip_grad_norm_(
             finite.
         TypeError: `optimizer` is not a forge optimizer.
     """
+    return _unwrapped(optimizer, "clip_grad_norm_").clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+
+def dense_grad(optimizer: Any, parameter: Tensor) -> Tensor | None:
+    """The gradient that `parameter.grad` would hold now, built from what is held; nothing is used up.
+
+    Clipped if it was clipped, unscaled if it was unscaled.
+
+    Args:
+        optimizer: A forge optimizer, or accelerate's wrapper around one.
+        parameter: One of its parameters.
+
+    Returns:
+        A new tensor of the parameter's shape and dtype, `parameter.grad` itself where the parameter is on the
+        ordinary path, or None where there is no gradient.
+
+    Raises:
+        ForgeRefusal: the gradient was used up by the update (`update="backward"`, or after `step()`), only
+            its projection is left (GaLore), or the parameter is not the optimizer's.
+        TypeError: `optimizer` is not a forge optimizer.
+    """
+    return _unwrapped(optimizer, "dense_grad").dense_grad(parameter)
+
+
+def _unwrapped(optimizer: Any, caller: str) -> ForgeOptimizer:
     while not isinstance(optimizer, ForgeOptimizer) and isinstance(
         getattr(optimizer, "optimizer", None), Optimizer
     ):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, ForgeOptimizer):
-        raise TypeError(f"clip_grad_norm_ takes a forge optimizer, not {type(optimizer).__name__}.")
-    return optimizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        raise TypeError(f"{caller} takes a forge optimizer, not {type(optimizer).__name__}.")
+    return optimizer

@@ -232,6 +232,23 @@ class ForgeOptimizer(Optimizer):
         with torch.no_grad():
             return guards.clip_slots_and_grads_(parameters, max_norm, norm_type, error_if_nonfinite)
 
+    def dense_grad(self, parameter: Tensor) -> Tensor | None:
+        """The gradient of one parameter as a tensor; see `forge_hf.dense_grad`."""
+        self._number_parameters()
+        if id(parameter) not in self._places:
+            raise refuse("not_ours")
+        slot = self._slots.get(id(parameter))
+        if slot is None or not slot.active():
+            return parameter.grad
+        self.tape.require_usable()
+        if slot.stale or slot.updated:
+            raise refuse("grad_is_gone", param=slot.name)
+        if slot.gradient is None:
+            return parameter.grad
+        with torch.no_grad():
+            grad = slot.gradient.dense()
+            return grad if parameter.grad is None else grad.add_(parameter.grad)
+
     def unscale_held_(self, inv_scale: Tensor, found: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """Unscale pending gradients for an fp16 GradScaler and report non-finite ones.
 

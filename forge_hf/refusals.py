@@ -130,6 +130,14 @@ REFUSALS: dict[str, str] = {
         "(load_state_dict of the optimizer clears this), or call optimizer.accept_partial_step() to go on "
         "knowingly."
     ),
+    "grad_is_gone": (
+        "The gradient of '{param}' was used up by its update. Fix: ask between backward() and step(), with "
+        "update='step' (in the Trainer: on_pre_optimizer_step)."
+    ),
+    "not_ours": (
+        "The parameter is in none of this optimizer's param groups. Fix: pass one of model.parameters() that "
+        "the optimizer was given."
+    ),
     "projected_norm": (
         "Only the projection of the gradient of '{param}' is left, and backward() ran again after that, so "
         "the norm of their sum is not known. Fix: run all but the last backward() of a step inside "

@@ -108,14 +108,22 @@ class WeightSlot:
             if self.updated:
                 raise refuse("late_gradient", param=self.name)
 
-    def receive(self, dy_TN: Tensor, x_TK: Tensor, borrowed: bool = False) -> None:
+    def receive(self, dy_TN: Tensor, x_TK: Tensor, borrowed: bool = False, exchanged: bool = False) -> None:
         """Add a pair; in `backward` mode consume the gradient when it is complete.
 
         After a step the pair is dropped: its sum with the gradient that the step used up is lost, and only
         matters if somebody asks for it before `zero_grad()` (a GAN's other network does not).
         """
-        keep = {"keep_input": self.tape.own_copy} if borrowed else {}
-        self._receive(dy_TN, lambda gradient, last: gradient.add_pair(dy_TN, x_TK, bounded=not last, **keep))
+
+        def add(gradient: FactoredGradient, last: bool) -> None:
+            if exchanged:
+                own = self.tape.own_copy(x_TK) if borrowed and not last else x_TK
+                gradient.add_pair(own, dy_TN, bounded=not last)
+            else:
+                keep = {"keep_input": self.tape.own_copy} if borrowed else {}
+                gradient.add_pair(dy_TN, x_TK, bounded=not last, **keep)
+
+        self._receive(dy_TN, add)
 
     def receive_lookup(self, ids_T: Tensor, dy_TK: Tensor) -> None:
         """Add an embedding's (ids, dY); the rest as in `receive`."""

@@ -23,6 +23,7 @@ _TRIGGERS = ("transformers", "forge_hf.optim")
 #: Module whose import is awaited -> our module and function, which gets the module.
 _HOOKS = {
     "transformers.training_args": ("forge_hf.hf.registration", "extend_training_args"),
+    "transformers.pytorch_utils": ("forge_hf.hf.conv1d", "connect_conv1d"),
     "transformers.trainer": ("forge_hf.hf.registration", "extend_trainer"),
     "forge_hf.optim": ("forge_hf.hf.accelerate", "connect_engine"),
 }
