@@ -98,6 +98,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "state": ("auto", "fp32", "bf16", "8bit"),
     "weight_bits": (16, 24, 32),
     "rounding": ("stochastic", "nearest"),
+    "nonfinite": ("propagate", "skip", "raise"),
 }
 
 
@@ -116,6 +117,8 @@ class ForgeConfig:
         seed: Seed of stochastic rounding, an integer in [0, 2**32).
         weight_bits: Bits kept of a bf16 weight: 16, or 24 or 32, which the optimizer's state then holds one
             or two more bytes per element for; 32 trains as fp32 weights do. fp32 weights are what they are.
+        nonfinite: What `step()` does when the norm of all gradients is not finite: "propagate" (as torch),
+            "skip" the update and count it, or "raise". The last two read the norm on the host.
 
     Raises:
         ForgeConfigError: a value has the wrong type or is out of range, or two values contradict each other.
@@ -127,6 +130,7 @@ class ForgeConfig:
     rounding: str = "stochastic"
     seed: int = 0
     weight_bits: int = 16
+    nonfinite: str = "propagate"
 
     def __post_init__(self) -> None:
         """Read and check every field."""
@@ -143,6 +147,11 @@ class ForgeConfig:
             raise ForgeConfigError(
                 "Option state='8bit' needs rounding='stochastic': most steps move a moment by less than half "
                 "of the distance between two codes, so rounding to the nearest would freeze it."
+            )
+        if self.nonfinite != "propagate" and self.update == "backward":
+            raise ForgeConfigError(
+                f"Option nonfinite='{self.nonfinite}' needs update='step': in backward the first weights are "
+                "updated before the last gradients are known."
             )
         if self.clip == "lagged" and self.update != "backward":
             raise ForgeConfigError(

@@ -127,6 +127,11 @@ class ForgeGaLoreAdamW(ForgeOptimizer):
         }
         self.subspace, self.refresh, self.moments = subspace, refresh, moments
         self.measure_norm = measure_norm
+        if not measure_norm and options.get("nonfinite", "propagate") != "propagate":
+            raise ForgeConfigError(
+                f"Option nonfinite='{options['nonfinite']}' looks at the norm that measure_norm=False gives "
+                "up. Fix: leave one of the two out."
+            )
         for name in ("subspace", "refresh", "moments"):
             _check_choice(name, getattr(self, name))
         _check_projection(self.projection)

@@ -133,13 +133,16 @@ class ForgeOptimizer(Optimizer):
             The closure's loss, or None.
 
         Raises:
-            ForgeRefusal: a backward or step was interrupted, or another optimizer took weights over.
+            ForgeRefusal: a backward or step was interrupted, another optimizer took weights over, or a
+                gradient is not finite (`nonfinite="raise"`).
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.tape.require_usable()
+        if self.config.nonfinite != "propagate" and not self._gradients_are_finite():
+            return loss
         updates: list[Any] = []
         begun = any(slot.updated for slot in self.tape.slots)
         try:
@@ -248,6 +251,37 @@ class ForgeOptimizer(Optimizer):
         with torch.no_grad():
             grad = slot.gradient.dense()
             return grad if parameter.grad is None else grad.add_(parameter.grad)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that `nonfinite="skip"` has left out, those before a resumed checkpoint included."""
+        return int(self.param_groups[0].get("skipped_steps", 0))
+
+    def _gradients_are_finite(self) -> bool:
+        """Look at the norm of all gradients; drop them, and count or raise, if it is not finite."""
+        with torch.no_grad():
+            self._require_applicable()
+            norm = self.clip_grad_norm_(float("inf"))
+        if torch.isfinite(norm):
+            return True
+        names = self._nonfinite_names() if self.config.nonfinite == "raise" else ""
+        self.zero_grad()
+        if self.config.nonfinite == "raise":
+            raise refuse("nonfinite", norm=float(norm), names=names)
+        self.param_groups[0]["skipped_steps"] = self.skipped_steps + 1
+        return False
+
+    def _nonfinite_names(self, most: int = 3) -> str:
+        """Names of the first parameters whose gradient is not finite, as text."""
+        names, found = self._names(), []
+        for _, parameter in self._walk():
+            slot = self._slots.get(id(parameter))
+            held = None if slot is None else slot.gradient
+            finite = parameter.grad is None or bool(parameter.grad.isfinite().all())
+            if not finite or (held is not None and not bool(torch.isfinite(held.norm_sq()))):
+                found.append(f"'{names.get(id(parameter), 'parameter')}'")
+        more = len(found) - most
+        return ", ".join(found[:most]) + (f" and {more} more" if more > 0 else "")
 
     def unscale_held_(self, inv_scale: Tensor, found: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """Unscale pending gradients for an fp16 GradScaler and report non-finite ones.

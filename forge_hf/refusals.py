@@ -138,6 +138,11 @@ REFUSALS: dict[str, str] = {
         "The parameter is in none of this optimizer's param groups. Fix: pass one of model.parameters() that "
         "the optimizer was given."
     ),
+    "nonfinite": (
+        "The norm of the gradients is {norm}; not finite are those of {names}. Nothing was updated, and the "
+        "gradients were dropped. Fix: look at the batch and the loss, lower the rate, or use "
+        "nonfinite='skip' to leave such steps out."
+    ),
     "projected_norm": (
         "Only the projection of the gradient of '{param}' is left, and backward() ran again after that, so "
         "the norm of their sum is not known. Fix: run all but the last backward() of a step inside "

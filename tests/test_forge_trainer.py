@@ -51,7 +51,8 @@ def test_other_optimizers_are_errors_that_name_the_valid_ones(tmp_path):
         forge_trainer(tmp_path, "adafactor")
     assert str(error.value) == (
         "ForgeTrainer cannot train with optim='adafactor'. "
-        "Valid: forge_adamw, forge_adamw_8bit, forge_lion, forge_lion_8bit, forge_sgd, adamw_torch, "
+        "Valid: forge_adamw, forge_adamw_8bit, forge_lion, forge_lion_8bit, forge_sgd, galore_adamw, "
+        "galore_adamw_8bit, galore_adamw_layerwise, galore_adamw_8bit_layerwise, adamw_torch, "
         "adamw_torch_fused."
     )
     model = tiny_roberta()

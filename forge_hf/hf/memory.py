@@ -66,6 +66,8 @@ class ForgeMemoryCallback(TrainerCallback):
             "forge/pairs_bytes": self._pairs_bytes,
             "forge/state_bytes": state_bytes(getattr(optimizer, "state", {})),
         }
+        if isinstance(optimizer, ForgeOptimizer) and optimizer.config.nonfinite == "skip":
+            line["forge/skipped_steps"] = optimizer.skipped_steps
         self._pairs_bytes = 0
         logs.update(line)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:

@@ -106,7 +106,8 @@ def resolve_update(args: Any, config: ForgeConfig) -> str:
     clips = _clips(args)
     scales = _mixed_precision(args) == "fp16"
     if config.update == "auto":
-        return "step" if clips or scales or args.auto_find_batch_size else "backward"
+        looks = config.nonfinite != "propagate"
+        return "step" if clips or scales or looks or args.auto_find_batch_size else "backward"
     if config.update == "backward":
         if clips and config.clip != "lagged":
             raise refuse("clip_in_backward", max_norm=args.max_grad_norm)
