@@ -119,6 +119,7 @@ class ForgeConfig:
             or two more bytes per element for; 32 trains as fp32 weights do. fp32 weights are what they are.
         nonfinite: What `step()` does when the norm of all gradients is not finite: "propagate" (as torch),
             "skip" the update and count it, or "raise". The last two read the norm on the host.
+        log_memory: Whether the Trainer's logs get the memory keys of `ForgeMemoryCallback`.
 
     Raises:
         ForgeConfigError: a value has the wrong type or is out of range, or two values contradict each other.
@@ -131,6 +132,7 @@ class ForgeConfig:
     seed: int = 0
     weight_bits: int = 16
     nonfinite: str = "propagate"
+    log_memory: bool = True
 
     def __post_init__(self) -> None:
         """Read and check every field."""

@@ -143,6 +143,14 @@ REFUSALS: dict[str, str] = {
         "gradients were dropped. Fix: look at the batch and the loss, lower the rate, or use "
         "nonfinite='skip' to leave such steps out."
     ),
+    "incomplete_checkpoint": (
+        "The checkpoint '{path}' cannot be resumed: {problem}. Fix: {way}; for its weights alone, load the "
+        "model with from_pretrained."
+    ),
+    "other_optimizer": (
+        "optim='{optim}' was asked for, but this Trainer trains with {found}: its class ({trainer}) makes an "
+        "optimizer of its own. Fix: let its create_optimizer follow args.optim, or ask for another optim."
+    ),
     "projected_norm": (
         "Only the projection of the gradient of '{param}' is left, and backward() ran again after that, so "
         "the norm of their sum is not known. Fix: run all but the last backward() of a step inside "

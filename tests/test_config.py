@@ -42,7 +42,7 @@ def test_name_given_twice():
         (
             {"updaet": "step"},
             r"Unknown option 'updaet'; did you mean 'update'\? "
-            r"Valid: update, clip, state, rounding, seed, weight_bits, nonfinite\.",
+            r"Valid: update, clip, state, rounding, seed, weight_bits, nonfinite, log_memory\.",
         ),
         ({"update_mode": "step"}, r"did you mean 'update'\?"),
         ({"zzz": "1"}, r"Unknown option 'zzz'; Valid: update"),

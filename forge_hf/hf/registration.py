@@ -2,7 +2,8 @@
 
     transformers.training_args  OptimizerNames gets our members
     transformers.trainer        Trainer.get_optimizer_cls_and_kwargs (static) answers for our names
-                                Trainer.train refuses before DeepSpeed can swap the optimizer silently
+                                Trainer.train refuses before DeepSpeed can swap the optimizer silently,
+                                resumes from complete checkpoints only, and gets our callback
 
 Checked with transformers 5.0.0, 5.17.0 and 5.24.0. A layout that does not fit is remembered, and raised when
 one of our names is asked for, never when transformers is imported.
@@ -133,11 +134,20 @@ def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
 def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.optimizer is None and forge_name(self.args.optim):
+        if forge_name(self.args.optim):
+            from .memory import follow
+            from .resume import complete_checkpoint
             from .settings import refuse_environment
 
-            require_layout()
-            refuse_environment(self.args)
+            if self.optimizer is None:
+                require_layout()
+                refuse_environment(self.args)
+            follow(self)
+            if args:
+                args = (complete_checkpoint(args[0], self.args.output_dir), *args[1:])
+            elif "resume_from_checkpoint" in kwargs:
+                resume = kwargs["resume_from_checkpoint"]
+                kwargs["resume_from_checkpoint"] = complete_checkpoint(resume, self.args.output_dir)
         return original(self, *args, **kwargs)
 
     train._forge_hf = True  # type: ignore[attr-defined]

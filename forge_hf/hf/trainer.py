@@ -11,7 +11,7 @@ from transformers.training_args import OptimizerNames
 
 from ..config import ForgeConfigError
 from ..optim import ForgeOptimizer
-from .memory import ForgeMemoryCallback, unwrapped
+from .memory import follow, unwrapped
 from .registration import FORGE_OPTIMIZERS, forge_name, require_layout
 
 __all__ = ["ForgeTrainer"]
@@ -24,8 +24,8 @@ class ForgeTrainer(Trainer):
     """The stock Trainer whose AdamW is `forge_adamw`; takes the same arguments.
 
     `optim` may be one of ours, or torch's AdamW (the default of TrainingArguments), which is replaced by
-    `forge_adamw` on a copy of the arguments. A stock Trainer with `optim="forge_adamw"` and a
-    `ForgeMemoryCallback` does the same.
+    `forge_adamw` on a copy of the arguments. A stock Trainer with `optim="forge_adamw"` does
+    the same.
 
     Raises:
         ForgeConfigError: `optim` names, or `optimizers` holds, an optimizer of somebody else.
@@ -44,10 +44,7 @@ class ForgeTrainer(Trainer):
             raise ForgeConfigError(
                 "ForgeTrainer trains with a forge optimizer. Leave `optimizers` out, or use Trainer."
             )
-        callbacks = self.callback_handler.callbacks
-        if not any(isinstance(callback, ForgeMemoryCallback) for callback in callbacks):
-            # First, so that every reporter that comes after it sees the line.
-            callbacks.insert(0, ForgeMemoryCallback())
+        follow(self)
 
     def _brings_a_forge_optimizer(self) -> bool:
         if self.optimizer is not None:
