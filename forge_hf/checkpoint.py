@@ -193,11 +193,10 @@ def _load_low_bits(target: Tensor, saved: Any, index: int) -> None:
 
 
 def _step_counter(step: Any, index: int) -> Tensor:
-    problem = refuse("state_file", problem=f"step of parameter {index} is {step!r}")
     try:
         count = float(step)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise problem from error
+    except (TypeError, ValueError, RuntimeError):
+        count = -1.0
     if not (count >= 0 and count.is_integer()):
-        raise problem
+        raise refuse("state_file", problem=f"step of parameter {index} is {step!r}")
     return torch.tensor(count, dtype=torch.float32)

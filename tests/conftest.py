@@ -19,3 +19,55 @@ import pytest  # noqa: E402
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+_ROWS: dict = {}
+
+
+@pytest.fixture(autouse=True)
+def _compatibility_row(request, monkeypatch):
+    """Keep what a test with the marker `compatibility` found for docs/compatibility.md."""
+    from tests import compatibility
+
+    row = compatibility.row_of(request.node)
+    if row is None:
+        yield
+        return
+    from forge_hf import ForgeRefusal
+
+    refusals: list = []
+    original = ForgeRefusal.__init__
+    monkeypatch.setattr(
+        ForgeRefusal,
+        "__init__",
+        lambda self, *args: (refusals.append(str(args[0])), original(self, *args))[1],
+    )
+    compatibility.start()
+    yield
+    file = request.node.nodeid.partition("::")[0]
+    request.node.user_properties.append(("compatibility", [*row, compatibility.result(refusals), file]))
+
+
+_NOT_RUN: dict = {}
+
+
+def pytest_runtest_logreport(report):
+    """Runs where all results come together, under pytest-xdist too."""
+    if report.when == "call" and report.skipped:
+        _NOT_RUN[report.nodeid] = "not run: " + report.longrepr[2].removeprefix("Skipped: ")
+    if report.when == "teardown" and report.passed:
+        for key, value in report.user_properties:
+            if key == "compatibility":
+                _ROWS[tuple(value[:3])] = (_NOT_RUN.get(report.nodeid, value[3]), value[4])
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Write the page where it is asked for and everything passed."""
+    if (
+        os.environ.get("FORGE_HF_WRITE_DOCS") == "1"
+        and exitstatus == 0
+        and not hasattr(session.config, "workerinput")
+    ):
+        from tests.compatibility import PAGE, page
+
+        PAGE.write_text(page(_ROWS), encoding="utf-8")

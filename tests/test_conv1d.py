@@ -113,6 +113,11 @@ SETTINGS = {
 }
 
 
+@pytest.mark.compatibility(
+    "Architectures",
+    "gpt2 with a tied head, {case}",
+    mode="{mode}",
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", SETTINGS)
 def test_gpt2(tmp_path, case, mode):

@@ -87,6 +87,9 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.compatibility(
+    "GaLore", "`galore_adamw`, `subspace=svd`, against the published rule on dense gradients: {case}", mode=""
+)
 @pytest.mark.parametrize("case", CASES)
 def test_whole_runs(tmp_path, case):
     """End points, logged rates and logged norms of the whole gradient."""

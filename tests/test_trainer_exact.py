@@ -33,6 +33,7 @@ def assert_same(run, baseline, tolerance=WAY_FP32, norms=GRAD_NORM):
         assert min(run.logged("grad_norm")) > 0
 
 
+@pytest.mark.compatibility("Training settings", "{kind}: `max_grad_norm={max_grad_norm}`", mode="")
 @pytest.mark.parametrize("kind", ["llama", "roberta"])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3, 1.0])
 def test_clipping(tmp_path, kind, max_grad_norm):
@@ -41,6 +42,9 @@ def test_clipping(tmp_path, kind, max_grad_norm):
     assert run.trainer.optimizer.optimizer.update_mode == ("step" if max_grad_norm else "backward")
 
 
+@pytest.mark.compatibility(
+    "Training settings", "{kind}: accumulation of 4 with a last group of 2", mode="{mode}"
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["llama", "roberta"])
 def test_accumulation_with_an_incomplete_last_group(tmp_path, kind, mode):
@@ -67,6 +71,7 @@ SCHEDULES.update(
 )
 
 
+@pytest.mark.compatibility("Training settings", "`lr_scheduler_type={schedule}` with warm-up", mode="")
 @pytest.mark.parametrize("schedule", [schedule for schedule in SchedulerType if schedule.value != "greedy"])
 def test_every_scheduler_with_warmup(tmp_path, schedule):
     settings = {
@@ -84,6 +89,7 @@ def test_every_scheduler_with_warmup(tmp_path, schedule):
         assert len(set(run.logged("learning_rate"))) > 1
 
 
+@pytest.mark.compatibility("Training settings", "{kind}: decay groups, betas, eps", mode="{mode}")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["llama", "roberta"])
 def test_weight_decay_in_groups_betas_and_eps(tmp_path, kind, mode):
@@ -101,6 +107,9 @@ def test_weight_decay_in_groups_betas_and_eps(tmp_path, kind, mode):
     assert distance(undecayed, baseline) > 10 * WAY_FP32
 
 
+@pytest.mark.compatibility(
+    "Training settings", "{kind}: gradient checkpointing, `use_reentrant={reentrant}`", mode="{mode}"
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "roberta"])
@@ -114,6 +123,7 @@ def test_gradient_checkpointing(tmp_path, kind, reentrant, mode):
     assert_same(*both(tmp_path, kind, **settings))
 
 
+@pytest.mark.compatibility("Training settings", "label smoothing and dropout", mode="{mode}")
 @pytest.mark.parametrize("mode", MODES)
 def test_label_smoothing_and_dropout(tmp_path, mode):
     run, baseline = both(tmp_path, "roberta", label_smoothing_factor=0.2, dropout=0.1, **MODES[mode])
@@ -128,6 +138,7 @@ def scaled_loss(outputs, labels, num_items_in_batch=None):
     return torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.3) * 3.0
 
 
+@pytest.mark.compatibility("Training settings", "`compute_loss_func`", mode="{mode}")
 @pytest.mark.parametrize("mode", MODES)
 def test_compute_loss_func(tmp_path, mode):
     options = {
@@ -138,6 +149,7 @@ def test_compute_loss_func(tmp_path, mode):
     assert_same(*both(tmp_path, "roberta", **options))
 
 
+@pytest.mark.compatibility("Training settings", "evaluation between steps", mode="{mode}")
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_between_steps(tmp_path, mode):
     run, baseline = both(tmp_path, "llama", eval_strategy="steps", eval_steps=1, dropout=0.1, **MODES[mode])
@@ -147,6 +159,9 @@ def test_evaluation_between_steps(tmp_path, mode):
     assert losses == pytest.approx([entry["eval_loss"] for entry in baseline.evaluations], rel=1e-4)
 
 
+@pytest.mark.compatibility(
+    "Training settings", "{kind}: `bf16=True` (adamw_torch rounds gradients to bf16)", mode="{mode}"
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["llama", "roberta"])
 def test_bf16_autocast(tmp_path, kind, mode):
@@ -155,6 +170,11 @@ def test_bf16_autocast(tmp_path, kind, mode):
     assert_same(run, baseline, WAY_AUTOCAST, norms=NORM_AUTOCAST)
 
 
+@pytest.mark.compatibility(
+    "Training settings",
+    "{kind}: bf16 weights: nearer to the fp32 run than adamw_torch; distances to that run",
+    mode="{mode}",
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["llama", "roberta"])
 def test_pure_bf16_is_closer_to_fp32_than_torch(tmp_path, kind, mode):
@@ -181,6 +201,7 @@ def test_lion_and_sgd_modes_agree(tmp_path, optim):
     assert_same(run, baseline)
 
 
+@pytest.mark.compatibility("Training settings", "`forge_sgd` against `sgd`", mode="")
 def test_sgd_is_the_trainers_sgd(tmp_path):
     baseline = train(tmp_path / "t", "roberta", "sgd", weight_decay=0.1)
     assert_same(train(tmp_path / "f", "roberta", "forge_sgd", weight_decay=0.1), baseline)

@@ -49,6 +49,7 @@ def refused_in_backward(mode: str, message: str) -> Any:
     return pytest.raises(ForgeRefusal, match=message)
 
 
+@pytest.mark.compatibility("Training settings", "`neftune_noise_alpha`", mode="{mode}")
 @both_modes
 def test_neftune(tmp_path, mode):
     assert_same_run(tmp_path, mode, "llama", neftune_noise_alpha=5.0)
@@ -90,6 +91,9 @@ GROUPED = (
 )
 
 
+@pytest.mark.compatibility(
+    "Training settings", "grouped lengths, batches of {batch}, sequences of one token", mode="{mode}"
+)
 @both_modes
 @pytest.mark.parametrize("batch", [1, 3])
 def test_grouped_lengths_and_batches_of_one_token(tmp_path, mode, batch):
@@ -106,6 +110,9 @@ def test_grouped_lengths_and_batches_of_one_token(tmp_path, mode, batch):
     assert type(sampler).__name__ == "LengthGroupedSampler"
 
 
+@pytest.mark.compatibility(
+    "Training settings", "`load_best_model_at_end`, `eval_accumulation_steps`", mode="{mode}"
+)
 @both_modes
 def test_evaluation_in_pieces_and_the_best_model_at_the_end(tmp_path, mode):
     run = assert_same_run(
@@ -123,6 +130,9 @@ def test_evaluation_in_pieces_and_the_best_model_at_the_end(tmp_path, mode):
     assert run.trainer.state.best_model_checkpoint is not None
 
 
+@pytest.mark.compatibility(
+    "Training settings", "`Seq2SeqTrainer` that generates between steps", mode="{mode}"
+)
 @both_modes
 def test_seq2seq_trainer_generates_between_steps(tmp_path, mode):
     config = BartConfig(
@@ -171,6 +181,7 @@ def _made(made: list[Any]) -> Any:
     return model
 
 
+@pytest.mark.compatibility("Training settings", "`model_init`, `train()` twice", mode="{mode}")
 @both_modes
 def test_model_init_and_training_twice_frees_the_first_model(tmp_path, mode):
     ends = {}
@@ -211,6 +222,7 @@ def _require_grad(value: bool) -> Any:
     return lambda model, optimizer: model.roberta.encoder.layer[0].requires_grad_(value)
 
 
+@pytest.mark.compatibility("Training settings", "freezing and unfreezing at `{event}`", mode="{mode}")
 @both_modes
 @pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_step_end"])
 def test_freezing_and_unfreezing(tmp_path, mode, event):
@@ -218,6 +230,7 @@ def test_freezing_and_unfreezing(tmp_path, mode, event):
     assert_same_run(tmp_path, mode, trainer_options={"callbacks": callbacks}, max_steps=6)
 
 
+@pytest.mark.compatibility("Training settings", "a callback sets the rate at `{event}`", mode="{mode}")
 @both_modes
 @pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_step_end"])
 def test_a_callback_sets_the_rate(tmp_path, mode, event):
@@ -231,6 +244,9 @@ def test_a_callback_sets_the_rate(tmp_path, mode, event):
         assert_same_run(tmp_path, mode, trainer_options={"callbacks": [At(event, 2, halve)]})
 
 
+@pytest.mark.compatibility(
+    "Training settings", "a callback evaluates between backward and step", mode="{mode}"
+)
 @both_modes
 def test_a_callback_evaluates_before_the_step(tmp_path, mode):
     def evaluate(model: Any, optimizer: Any) -> None:
@@ -256,6 +272,7 @@ class TwoLosses(Trainer):
         return total
 
 
+@pytest.mark.compatibility("Training settings", "several backward() per step", mode="{mode}")
 @both_modes
 def test_several_backwards_per_step(tmp_path, mode):
     with refused_in_backward(mode, r"update='step'"):
@@ -276,6 +293,7 @@ class Penalty(Trainer):
         return loss + 0.1 * sum(weight.square().sum() for weight in weights)
 
 
+@pytest.mark.compatibility("Training settings", "a loss term on the weights themselves", mode="{mode}")
 @both_modes
 def test_a_penalty_on_linear_weights(tmp_path, mode):
     with refused_in_backward(mode, "late_gradient|arrived after its weight was already updated"):
@@ -291,6 +309,7 @@ class InEvalMode(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
+@pytest.mark.compatibility("Training settings", "training with the model in eval mode", mode="{mode}")
 @both_modes
 def test_training_in_eval_mode(tmp_path, mode):
     assert_same_run(tmp_path, mode, trainer_cls=InEvalMode, dropout=0.3, gradient_accumulation_steps=2)
@@ -307,6 +326,7 @@ class NotANumber(Trainer):
         return loss * float("nan") if self.batches == 3 else loss
 
 
+@pytest.mark.compatibility("Training settings", "a NaN loss: the same weights become NaN", mode="{mode}")
 @both_modes
 def test_a_nan_loss_ruins_what_it_ruins_with_torch(tmp_path, mode):
     settings = {"trainer_cls": NotANumber, "max_steps": 4, **MODES[mode]}
@@ -321,6 +341,7 @@ def test_a_nan_loss_ruins_what_it_ruins_with_torch(tmp_path, mode):
             assert torch.equal(theirs.isnan(), ours.isnan()), name
 
 
+@pytest.mark.compatibility("Training settings", "a callback raises, the run is resumed", mode="{mode}")
 @both_modes
 def test_a_callback_fails_and_the_run_is_resumed(tmp_path, mode):
     def fail(model: Any, optimizer: Any) -> None:
@@ -354,6 +375,9 @@ class _Fails(torch.autograd.Function):
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
+@pytest.mark.compatibility(
+    "Training settings", "`auto_find_batch_size` with an out-of-memory error in {where}", mode=""
+)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_batch_size_is_halved_after_an_out_of_memory_error(tmp_path, where):
     class OutOfMemory(Trainer):
@@ -390,6 +414,7 @@ def test_automatic_batch_size_never_updates_in_backward(tmp_path):
     assert run.trainer.optimizer.optimizer.update_mode == "step"
 
 
+@pytest.mark.compatibility("Training settings", "an average of the weights by deepcopy", mode="{mode}")
 @both_modes
 def test_an_average_of_the_weights_by_deepcopy(tmp_path, mode):
     averages = []
@@ -411,3 +436,60 @@ def test_an_average_of_the_weights_by_deepcopy(tmp_path, mode):
     way = (flat(averages[0]) - flat(tiny_roberta())).norm()
     assert (flat(averages[1]) - flat(averages[0])).norm() / way < WAY_FP32
     assert all(type(module).__module__ != "forge_hf.layers" for module in averages[1].modules())
+
+
+class Draws(TrainerCallback):
+    """Keeps torch's random state at the end of every step."""
+
+    def __init__(self) -> None:
+        self.states: list[torch.Tensor] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.states.append(torch.get_rng_state())
+
+
+@pytest.mark.compatibility(
+    "Training settings", "dropout on, `{optim}`: the same random stream", mode="{mode}"
+)
+@both_modes
+@pytest.mark.parametrize("optim", ["forge_adamw", "forge_adamw_8bit", "galore_adamw"])
+def test_no_random_numbers_of_torch_are_drawn(tmp_path, mode, optim, monkeypatch):
+    """Stochastic rounding and random bases have streams of their own."""
+    monkeypatch.setattr("forge_hf.state.SMALLEST_QUANTIZED", 256)
+    states = []
+    for name in ("adamw_torch", optim):
+        draws = Draws()
+        train(
+            tmp_path / name, "llama", name, dropout=0.1, dtype=torch.bfloat16, max_steps=3,
+            trainer_options={"callbacks": [draws]}, **MODES[mode],
+        )  # fmt: skip
+        states.append(draws.states)
+    assert len(states[0]) == 3
+    assert all(map(torch.equal, *states))
+
+
+@pytest.mark.compatibility("Training settings", "`hyperparameter_search` (optuna)", mode="{mode}")
+@both_modes
+def test_hyperparameter_search(tmp_path, mode):
+    """Every trial trains a new model from `model_init`, and ends at the same loss."""
+    pytest.importorskip("optuna")
+    losses = []
+    for optim in ("adamw_torch", "forge_adamw"):
+        args = arguments(str(tmp_path / optim), optim, eval_strategy="no", max_steps=4, **MODES[mode])
+        trainer = Trainer(
+            args=args, train_dataset=Tokens("roberta"), eval_dataset=Tokens("roberta", 8),
+            model_init=lambda trial=None: tiny_roberta(),
+        )  # fmt: skip
+        seen: list[float] = []
+
+        def objective(metrics: dict[str, float], seen: list[float] = seen) -> float:
+            seen.append(metrics["eval_loss"])
+            return seen[-1]
+
+        best = trainer.hyperparameter_search(
+            hp_space=lambda trial: {"learning_rate": 1e-3 * (1 + 3 * trial.number)},  # optuna draws at random
+            compute_objective=objective, n_trials=2, direction="minimize", backend="optuna",
+        )  # fmt: skip
+        losses.append([*seen, best.objective])
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)

@@ -15,6 +15,8 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.compatibility import measured
+
 VOCABULARY, LENGTH = 64, 12
 
 
@@ -154,4 +156,4 @@ def distance(run: Run, baseline: Run) -> float:
     """Distance of the end points as a fraction of the way that the baseline travelled."""
     way = (baseline.end - baseline.start).norm()
     assert way > 0, "the baseline did not move, so the comparison would be empty"
-    return float((run.end - baseline.end).norm() / way)
+    return measured(float((run.end - baseline.end).norm() / way))
