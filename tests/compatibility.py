@@ -23,13 +23,13 @@ _distances: list[float] = []
 
 _HEAD = """# Compatibility
 
-Written by the tests (`FORGE_HF_WRITE_DOCS=1 pytest -m compatibility`); each row is a test that runs in CI.
-Unless a row says otherwise, the stock Trainer trains a tiny random model twice, with `adamw_torch` and with
-`forge_adamw`, in fp32 on a CPU; the result is the distance of the end points as a fraction of the way that
-`adamw_torch` travelled. Both sum the same products in another order, which Adam amplifies where a gradient is
-near 0. "The same" are tests that compare something else than end points. `step` and `backward` are the values of
-`update`; where a row names none, `auto` chose. Architectures and adapters accumulate two micro-batches;
-"reentrant" and "non-reentrant" name the kind of gradient checkpointing.
+Written by the tests (`FORGE_HF_WRITE_DOCS=1 pytest -m compatibility`); each row is a test that runs in
+CI. Unless a row says otherwise, the stock Trainer trains a tiny random model twice, with `adamw_torch`
+and with `forge_adamw`, in fp32 on a CPU; the result is the distance of the end points as a fraction of
+the way that `adamw_torch` travelled. Both sum the same products in another order, which Adam amplifies
+where a gradient is near 0. "The same" are tests that compare something else than end points. `step` and
+`backward` are the values of `update`; where a row names none, `auto` chose. Architectures and adapters
+accumulate two micro-batches; "reentrant" and "non-reentrant" name the kind of gradient checkpointing.
 """
 
 
