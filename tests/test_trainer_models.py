@@ -291,7 +291,8 @@ ADAPTERS = {
     ),
     "prompt tuning": ("PromptTuningConfig", {"num_virtual_tokens": 3}, 1),
     "token indices": (
-        "LoraConfig", {"r": 4, "target_modules": LINEAR, "trainable_token_indices": {"embed_tokens": [5, 9]}}, 12,
+        "LoraConfig",
+        {"r": 4, "target_modules": LINEAR, "trainable_token_indices": {"embed_tokens": [5, 9]}}, 12,
     ),
     "saved embeddings": (
         "LoraConfig", {"r": 4, "target_modules": LINEAR, "modules_to_save": ["embed_tokens"]}, 13,
