@@ -38,6 +38,8 @@ SHAPES = {
     name: dict(zip(_SIZES, sizes, strict=True))
     for name, sizes in (("60m", (640, 10, 10, 1712)), ("33m", (512, 8, 8, 1376)), ("tiny", (64, 2, 2, 128)))
 }
+#: The GaLore paper's settings for a 60M Llama; its decay is 0.
+GALORE = {"lr": 1e-2, "rank": 128, "update_proj_gap": 200, "scale": 0.25, "weight_decay": 0.0}
 #: name -> (optimizer, dtype of the weights, its options)
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     REFERENCE: ("torch", "fp32", {}),
@@ -50,8 +52,18 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "forge_lion_fp32": ("ForgeLion", "fp32", {"state": "fp32"}),
     "forge_lion_8bit": ("ForgeLion", "bf16", {"state": "8bit"}),
     "forge_fp32_w32": ("ForgeAdamW", "bf16", {"state": "fp32", "weight_bits": 32}),
+    "galore_svd": ("ForgeGaLoreAdamW", "fp32", {**GALORE, "subspace": "svd"}),
+    "galore_power": ("ForgeGaLoreAdamW", "fp32", GALORE),
+    "galore_power_rotate": ("ForgeGaLoreAdamW", "fp32", {**GALORE, "moments": "rotate"}),
+    "galore_8bit": ("ForgeGaLoreAdamW", "bf16", {**GALORE, "state": "8bit"}),
 }
-CONTROLS = ("forge_fp32_w32",)  # run only when named
+CONTROLS = (
+    "forge_fp32_w32",
+    "galore_svd",
+    "galore_power",
+    "galore_power_rotate",
+    "galore_8bit",
+)  # when named
 
 Row = dict[str, Any]
 
@@ -110,15 +122,15 @@ def build(variant: str, seed: int, shape: str, device: str) -> tuple[Any, Any, A
         )
         return model, optimizer, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     lion = kind == "ForgeLion"
-    forge = getattr(forge_hf, kind)(
-        model,
-        lr=1e-4 if lion else 1e-3,
-        betas=(0.9, 0.99) if lion else (0.9, 0.999),
-        weight_decay=0.1,
-        update="step",
-        seed=seed,  # of the rounding: runs of different seeds are to be independent
+    settings: dict[str, Any] = {
+        "lr": 1e-4 if lion else 1e-3,
+        "betas": (0.9, 0.99) if lion else (0.9, 0.999),
+        "weight_decay": 0.1,
+        "update": "step",
+        "seed": seed,  # of the rounding: runs of different seeds are to be independent
         **options,
-    )
+    }
+    forge = getattr(forge_hf, kind)(model, **settings)
     return model, forge, lambda: forge_hf.clip_grad_norm_(forge, 1.0)
 
 

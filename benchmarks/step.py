@@ -54,7 +54,7 @@ class Line(NamedTuple):
     """One optimizer in one configuration.
 
     Attributes:
-        kind: "none", "torch", "bitsandbytes", "flashoptim" or "forge".
+        kind: "none", "torch", "bitsandbytes", "flashoptim", "forge" or "galore" (its rank is in the name).
         weights: "bf16", "fp32", or "bf16+8" for 24 bits.
         moments: Their storage.
         mode: "step", or when the update runs inside backward: "backward" or "release"; "" without an update.
@@ -90,6 +90,9 @@ BF16_LINES = {
     "forge_adamw 8bit step clip 1.0": Line("forge", "bf16", "8bit", "step", 1.0),
     "forge_adamw bf16 backward no clip": Line("forge", "bf16", "bf16", "backward", None),
     "forge_adamw 8bit backward no clip": Line("forge", "bf16", "8bit", "backward", None),
+    "galore_adamw 8bit r256 step clip 1.0": Line("galore", "bf16", "8bit", "step", 1.0),
+    "galore_adamw 8bit r1024 step clip 1.0": Line("galore", "bf16", "8bit", "step", 1.0),
+    "galore_adamw 8bit r1024 backward no clip": Line("galore", "bf16", "8bit", "backward", None),
 }
 FP32_LINES = {
     "adamw_torch_fused clip 1.0": Line("torch", "fp32", "fp32", "step", 1.0),
@@ -132,8 +135,8 @@ def build_model(shape: str, setting: Setting, device: str) -> Any:
     return model
 
 
-def build_optimizer(line: Line, model: Any) -> Any:
-    """The optimizer of a line, or None."""
+def build_optimizer(line: Line, model: Any, rank: int) -> Any:
+    """The optimizer of a line, or None; `rank` is GaLore's."""
     import torch
 
     if line.kind == "torch":
@@ -157,6 +160,19 @@ def build_optimizer(line: Line, model: Any) -> Any:
         import forge_hf
 
         return forge_hf.ForgeAdamW(model, lr=LR, weight_decay=0.0, update=line.mode, state=line.moments)
+    if line.kind == "galore":
+        import forge_hf
+
+        # The first step has all bases found, as every 200th one; later ones are timed.
+        return forge_hf.ForgeGaLoreAdamW(
+            model,
+            lr=LR,
+            weight_decay=0.0,
+            update=line.mode,
+            state=line.moments,
+            rank=rank,
+            measure_norm=line.max_norm is not None,
+        )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     # Keeps dX flowing to the first layer without any weight gradient.
@@ -171,14 +187,14 @@ def clipper(line: Line, model: Any, optimizer: Any) -> Callable[[], object]:
     max_norm = line.max_norm
     if max_norm is None:
         return lambda: None
-    if line.kind == "forge":
+    if line.kind in ("forge", "galore"):
         import forge_hf
 
         return lambda: forge_hf.clip_grad_norm_(optimizer, max_norm)
     return lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-def measure(line: Line, setting: Setting, shape: str, steps: int, warmup: int) -> Row:
+def measure(line: Line, setting: Setting, shape: str, steps: int, warmup: int, rank: int) -> Row:
     """Train in this process.
 
     Raises:
@@ -189,7 +205,7 @@ def measure(line: Line, setting: Setting, shape: str, steps: int, warmup: int) -
     device = "cuda" if torch.cuda.is_available() else "cpu"
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     model = build_model(shape, setting, device)
-    optimizer = build_optimizer(line, model)
+    optimizer = build_optimizer(line, model, rank)
     clip = clipper(line, model, optimizer)
     # With release the hooks have stepped and freed everything when backward returns.
     stepping = optimizer is not None and line.mode != "release"
@@ -234,7 +250,7 @@ def versions() -> Row:
     }
 
 
-def one(line: Line, setting: Setting, shape: str, steps: int, warmup: int) -> Row:
+def one(line: Line, setting: Setting, shape: str, steps: int, warmup: int, rank: int = 0) -> Row:
     """The row of one line, what keeps it from running included."""
     import torch
 
@@ -246,7 +262,7 @@ def one(line: Line, setting: Setting, shape: str, steps: int, warmup: int) -> Ro
     if line.kind == "flashoptim" and not torch.cuda.is_available():
         return {**row, "result": "needs a GPU"}
     try:
-        return {**row, "result": "ok", **measure(line, setting, shape, steps, warmup)}
+        return {**row, "result": "ok", **measure(line, setting, shape, steps, warmup, rank)}
     except RuntimeError as error:
         # cuBLAS and Triton have errors of their own for it
         if not any(sign in str(error) for sign in ("out of memory", "ALLOC_FAILED")):
@@ -301,7 +317,9 @@ def main() -> int:
     if arguments.one:
         name, setting = arguments.one
         line = lines_of(SETTINGS[setting])[name]
-        print(json.dumps(one(line, SETTINGS[setting], arguments.shape, arguments.steps, arguments.warmup)))
+        rank = next((int(word[1:]) for word in name.split() if word[0] == "r" and word[1:].isdigit()), 0)
+        size = (arguments.shape, arguments.steps, arguments.warmup)
+        print(json.dumps(one(line, SETTINGS[setting], *size, rank)))
         return 0
     todo = [
         (name, setting)

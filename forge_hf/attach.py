@@ -23,7 +23,7 @@ from .layers import plain_kinds, receiver_of, restore_class_, stock_class, swap_
 from .slot import WeightSlot, live_slots, slot_of
 from .tape import Tape
 
-__all__ = ["PathEntry", "attach", "check_parameter", "detach", "release"]
+__all__ = ["PathEntry", "attach", "check_parameter", "detach", "plain_layers", "preview", "release"]
 
 _DDP_IGNORE = "_ddp_params_and_buffers_to_ignore"
 
@@ -113,6 +113,33 @@ def _users(modules: list[nn.Module]) -> str:
     if len(modules) == 1:
         return words[0].removeprefix("1 ")
     return words[0] if len(words) == 1 else f"tied: {' and '.join(words)}"
+
+
+def plain_layers(model: nn.Module) -> list[tuple[nn.Parameter, list[nn.Module]]]:
+    """Trained weights that the pair path would take, each with the layers that read it; changes nothing."""
+    owners = _owners(model)
+    return [
+        (parameter, [module for _, module in owners[id(parameter)]])
+        for parameter in model.parameters()
+        if parameter.requires_grad and _why_not_pair(parameter, owners[id(parameter)]) is None
+    ]
+
+
+def preview(model: nn.Module) -> list[PathEntry]:
+    """The report of attaching a model whose trainable parameters are all trained; nothing is changed.
+
+    The model may be on the meta device.
+    """
+    owners = _owners(model)
+    report = []
+    for name, parameter in model.named_parameters():
+        path, reason = "frozen", "requires_grad is False"
+        if parameter.requires_grad:
+            why = _why_not_pair(parameter, owners[id(parameter)])
+            path = "pair" if why is None else "dense"
+            reason = why or _users([module for _, module in owners[id(parameter)]])
+        report.append(PathEntry(name, tuple(parameter.shape), path, reason))
+    return report
 
 
 def attach(

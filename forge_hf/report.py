@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,7 +15,7 @@ from .slot import live_slots
 if TYPE_CHECKING:
     from .optimizer import ForgeOptimizer
 
-__all__ = ["explain"]
+__all__ = ["coverage", "explain", "grouped", "grouped_lines"]
 
 
 def _pattern(name: str) -> str:
@@ -32,21 +33,48 @@ def explain(target: Any) -> str:
     """
     optimizer = _optimizer_of(target)
     entries = optimizer.report()
-    total = sum(_numel(entry) for entry in entries if entry.path != "frozen")
-    paired = sum(_numel(entry) for entry in entries if entry.path == "pair")
     config = optimizer.config
-    lines = [
+    head = (
         f"{type(optimizer).__name__}: update={optimizer.update_mode}, clip={config.clip}, "
         f"state={config.state}, rounding={config.rounding}. "
-        f"{paired / max(total, 1):.1%} of {total:,} trained weights need no stored gradient."
-    ]
-    grouped: dict[tuple[str, str, str], list[PathEntry]] = defaultdict(list)
+    )
+    return "\n".join([head + coverage(entries), *grouped_lines(entries)])
+
+
+def coverage(entries: Sequence[PathEntry]) -> str:
+    """How much of what is trained needs no stored gradient, as a sentence."""
+    total = sum(_numel(entry) for entry in entries if entry.path != "frozen")
+    paired = sum(_numel(entry) for entry in entries if entry.path == "pair")
+    return f"{paired / max(total, 1):.1%} of {total:,} trained weights need no stored gradient."
+
+
+def grouped(entries: Sequence[PathEntry]) -> list[dict[str, Any]]:
+    """Entries that differ in numbers of their names only: path, name, count, shape, reason of each group."""
+    groups: dict[tuple[str, str, str], list[PathEntry]] = defaultdict(list)
     for entry in entries:
-        grouped[(entry.path, _pattern(entry.name), entry.reason)].append(entry)
-    for (path, pattern, reason), members in grouped.items():
-        count = f" x{len(members)}" if len(members) > 1 else ""
-        lines.append(f"  {path:6} {pattern}{count} {list(members[0].shape)}: {reason}")
-    return "\n".join(lines)
+        groups[(entry.path, _pattern(entry.name), entry.reason)].append(entry)
+    return [
+        {
+            "path": path,
+            "name": pattern,
+            "count": len(members),
+            "shape": list(members[0].shape),
+            "reason": reason,
+        }
+        for (path, pattern, reason), members in groups.items()
+    ]
+
+
+def grouped_lines(entries: Sequence[PathEntry]) -> list[str]:
+    """`grouped` as lines of text."""
+    return [
+        f"  {g['path']:6} {g['name']}{_times(g['count'])} {g['shape']}: {g['reason']}"
+        for g in grouped(entries)
+    ]
+
+
+def _times(count: int) -> str:
+    return f" x{count}" if count > 1 else ""
 
 
 def _numel(entry: PathEntry) -> int:

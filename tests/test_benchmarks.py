@@ -94,3 +94,15 @@ def test_a_line_without_figures_is_drawn_as_its_result(
     with (tmp_path / "step.csv").open(newline="") as file:
         plots.plot_steps(list(csv.DictReader(file)), tmp_path / "step.png")
     assert texts == ["out of memory", "700", "out of memory", "50.25"]
+
+
+def test_estimates_are_checked_without_a_gpu_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check = script("estimate_check")
+    monkeypatch.setattr("sys.argv", ["estimate_check.py", "--smoke", "--output", str(tmp_path)])
+    assert check.main() == 0
+    row = next(csv.DictReader((tmp_path / "estimate_check.csv").open()))
+    assert (row["model"], row["method"]) == ("tiny", "forge_adamw") and float(row["predicted_gib"]) > 0
+    assert "tiny" in capsys.readouterr().out
+    assert len(check.PAIRS) >= 8 and {pair.model for pair in check.PAIRS} >= {"0.1B", "8B"}
