@@ -3,9 +3,9 @@
     python benchmarks/estimate_check.py            # every pair; minutes on an 80 GB card or larger
     python benchmarks/estimate_check.py --smoke    # any machine: one tiny pair, prediction only without a GPU
 
-The models are Llamas with random weights. A pair that does not fit the card is a result and says so. The CSV
-goes to --output (default: $OUT, else the current folder). The exit status is 1 if a measured peak is more than
-8 % off.
+The models are Llamas with random weights. A pair that does not fit the card is a result and says so. The
+CSV goes to --output (default: $OUT, else the current folder). The exit status is 1 if a measured peak is more
+than 8 % off.
 """
 
 from __future__ import annotations

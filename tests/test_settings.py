@@ -54,6 +54,8 @@ def test_adamw_gets_the_trainers_numbers():
         "rounding": "nearest",
         "seed": 0,
         "weight_bits": 16,
+        "nonfinite": "propagate",
+        "log_memory": True,
         "attach_to": model,
     }
 
