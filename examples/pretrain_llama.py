@@ -70,9 +70,8 @@ class Sequences(IterableDataset):
         yield from itertools.islice(self._sequences(), self.most or None)
 
     def _sequences(self) -> Iterator[dict[str, torch.Tensor]]:
-        tokens: list[int] = []
-        found = 0
-        for _ in itertools.count() if not self.most else range(1):
+        tokens, found = [], 0
+        while not (self.most and found):
             for line in lines(self.files, self.split):
                 tokens += self.tokenizer.encode(line).ids
                 while len(tokens) >= self.length:
@@ -101,14 +100,10 @@ def main(argv: list[str]) -> dict[str, float]:
         num_attention_heads=heads, num_hidden_layers=layers, max_position_embeddings=arguments.length,
         tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
-    trainer = Trainer(
-        LlamaForCausalLM(config),
-        training,
-        train_dataset=Sequences(arguments.train_files, "train", tokenizer, arguments.length),
-        eval_dataset=Sequences(
-            arguments.valid_files, "validation", tokenizer, arguments.length, arguments.valid_sequences
-        ),
-    )
+    train = Sequences(arguments.train_files, "train", tokenizer, arguments.length)
+    valid = (arguments.valid_files, "validation", tokenizer, arguments.length, arguments.valid_sequences)
+    model = LlamaForCausalLM(config)
+    trainer = Trainer(model, training, train_dataset=train, eval_dataset=Sequences(*valid))
     metrics = trainer.train(training.resume_from_checkpoint).metrics
     metrics["tokens_per_second"] = metrics["train_samples_per_second"] * arguments.length
     metrics |= trainer.evaluate()
