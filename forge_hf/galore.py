@@ -25,10 +25,12 @@ from torch import Tensor, nn
 from .config import ForgeConfigError, refuse
 from .gradient import FactoredGradient
 from .low_rank import (
+    BASIS_KEYS,
     PROJECTION_KEYS,
     ProjectedUpdate,
     apply_projected_,
     basis_of,
+    basis_shapes,
     find_basis,
     is_due,
     is_projected,
@@ -98,6 +100,7 @@ class ForgeGaLoreAdamW(ForgeOptimizer):
 
     rule = GALORE
     _offsets: dict[int, int]
+    _warned = False
 
     def __init__(
         self,
@@ -265,19 +268,22 @@ class ForgeGaLoreAdamW(ForgeOptimizer):
     ) -> tuple[Basis, bool]:
         """The basis of this step, and whether it is a new one."""
         old = basis_of(state)
+        if old is not None and _shapes(old) != basis_shapes(group, parameter):
+            raise refuse("projection_changed", param=self._names().get(id(parameter), "parameter"))
         if old is not None and not self._due_now(parameter, group, state):
             return old, False
         seed = rounding_key(self.config.seed, 0, number)
         basis, usable = find_basis(parameter, gradient, group, old, self.subspace, seed)
-        if not usable:
+        if not usable and not self._warned:
+            self._warned = True
             name = self._names().get(id(parameter), "parameter")
             what = "a random one is used" if old is None else "the old one is kept"
             warnings.warn(
-                f"The gradient of '{name}' was 0 or not finite when a new GaLore basis was due, so {what}.",
+                f"The gradient of '{name}' was 0 or not finite when a new GaLore basis was due, so {what}. "
+                "Said once, for all weights.",
                 stacklevel=2,
             )
-            return basis, old is None
-        return basis, True
+        return basis, usable or old is None
 
     def _prepare(self, parameter: Tensor, gradient: FactoredGradient | Tensor) -> Any:
         index, number = self._places[id(parameter)]
@@ -307,6 +313,10 @@ class ForgeGaLoreAdamW(ForgeOptimizer):
         apply_projected_(projected, self._versions, rotate=self.moments == "rotate")
         own = iter(measured)
         return [next(own) if isinstance(update, ProjectedUpdate) else next(norms) for update in updates]
+
+
+def _shapes(basis: Basis) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(side.shape) for key, side in zip(BASIS_KEYS, basis, strict=True) if side is not None}
 
 
 def _tensor(member: Any) -> Tensor:

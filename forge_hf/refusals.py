@@ -168,6 +168,10 @@ REFUSALS: dict[str, str] = {
         "'{param}' has {dim} dimensions, so it cannot be projected. Fix: give it to a param group without "
         "'rank'."
     ),
+    "projection_changed": (
+        "rank or proj_type of '{param}' was changed after its first update, and its moments belong to the "
+        "old ones. Fix: set the old values again, or clear optimizer.state of the weight to start anew."
+    ),
     "no_targets": (
         "GaLore has no weight to project; target modules {names!r}: {why}. Fix: give optim_target_modules "
         "(or target_modules) names of trained nn.Linear modules, a regular expression, or 'all-linear'."

@@ -356,10 +356,27 @@ def test_unusable_gradient_at_a_refresh(value):
     state = optimizer.state[model.first.weight]
     before = state["basis_right"].clone()
     x, y = batch(11)
-    with pytest.warns(UserWarning, match="'first.weight' was 0 or not finite .* the old one is kept"):
+    with pytest.warns(UserWarning, match="'head.weight' was 0 or not finite .* the old one is kept"):
         ((model(x) - y).square().mean() * value).backward()
     optimizer.step()
     assert torch.equal(state["basis_right"], before)
+
+
+def test_a_rank_that_is_changed_in_the_middle():
+    model, optimizer = ours(build(), 2)
+    group = next(group for group in optimizer.param_groups if group.get("rank"))
+    for key, value in (("rank", 3), ("proj_type", "left")):
+        before, group[key] = group[key], value
+        with pytest.raises(ForgeRefusal, match="rank or proj_type of 'head.weight' was changed"):
+            next(iter(losses(model, 3))).backward()
+        group[key] = before
+        optimizer.zero_grad()
+        assert optimizer.pending_bytes() == 0
+    run(model, optimizer, [3])
+    optimizer.state.clear()
+    group["rank"] = 3
+    run(model, optimizer, [4])
+    assert optimizer.state[model.first.weight]["exp_avg"].shape == (3, 24)
 
 
 def test_weights_outside_the_targets_are_adamws():
