@@ -367,8 +367,9 @@ def test_a_rank_that_is_changed_in_the_middle():
     group = next(group for group in optimizer.param_groups if group.get("rank"))
     for key, value in (("rank", 3), ("proj_type", "left")):
         before, group[key] = group[key], value
-        with pytest.raises(ForgeRefusal, match="rank or proj_type of 'head.weight' was changed"):
+        with pytest.raises(ForgeRefusal, match="rank or proj_type of '.*.weight' was changed"):
             next(iter(losses(model, 3))).backward()
+            optimizer.step()
         group[key] = before
         optimizer.zero_grad()
         assert optimizer.pending_bytes() == 0
