@@ -106,3 +106,14 @@ def test_estimates_are_checked_without_a_gpu_too(
     assert (row["model"], row["method"]) == ("tiny", "forge_adamw") and float(row["predicted_gib"]) > 0
     assert "tiny" in capsys.readouterr().out
     assert len(check.PAIRS) >= 8 and {pair.model for pair in check.PAIRS} >= {"0.1B", "8B"}
+
+
+@pytest.mark.parametrize("optim", ["forge_adamw", "galore_adamw"])
+def test_a_short_soak(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], optim: str
+) -> None:
+    soak = script("soak")
+    monkeypatch.setattr("sys.argv", ["soak.py", "--steps", "12", "--optim", optim])
+    assert soak.main() == 0
+    text = capsys.readouterr().out
+    assert "adamw_torch" in text and optim in text and "compiled late 0" in text
