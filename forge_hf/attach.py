@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,16 @@ from .layers import plain_kinds, receiver_of, restore_class_, stock_class, swap_
 from .slot import WeightSlot, live_slots, slot_of
 from .tape import Tape
 
-__all__ = ["PathEntry", "attach", "check_parameter", "detach", "plain_layers", "preview", "release"]
+__all__ = [
+    "PathEntry",
+    "attach",
+    "check_parameter",
+    "detach",
+    "plain_layers",
+    "preview",
+    "release",
+    "revised",
+]
 
 _DDP_IGNORE = "_ddp_params_and_buffers_to_ignore"
 
@@ -171,7 +180,7 @@ def attach(
             continue
         reason = _why_not_pair(parameter, owners[id(parameter)])
         if reason is not None:
-            _release_slot(parameter, taken_over=True)
+            _release_slot(parameter, tape)
             report.append(PathEntry(name, shape, "dense", reason))
             continue
         modules = [module for _, module in owners[id(parameter)]]
@@ -186,17 +195,36 @@ def attach(
 def _own(parameter: nn.Parameter, name: str, tape: Tape, modules: list[nn.Module]) -> WeightSlot:
     slot = slot_of(parameter)
     if slot is None or slot.tape is not tape:
-        _release_slot(parameter, taken_over=True)
+        _release_slot(parameter, tape)
         slot = WeightSlot(parameter, name, tape)
     for module in modules:
         swap_class_(module, slot)
     return slot
 
 
-def _release_slot(parameter: Tensor, taken_over: bool) -> None:
+def _release_slot(parameter: Tensor, tape: Tape) -> None:
     slot = slot_of(parameter)
-    if slot is not None:
-        slot.revoke(taken_over)
+    if slot is None:
+        return
+    if slot.tape is tape:  # a hook or a parametrization came after the first time
+        slot.hand_over()
+    slot.revoke(taken_over=slot.tape is not tape)
+
+
+def revised(model: nn.Module, report: list[PathEntry], slots: dict[int, WeightSlot]) -> list[PathEntry]:
+    """A report of `attach`, with the weights that have moved to ordinary gradients since."""
+    owners = _owners(model)
+    parameters = {slot.name: slot.parameter for slot in slots.values()}
+    entries = []
+    for entry in report:
+        parameter = parameters.get(entry.name) if entry.path == "pair" else None
+        if parameter is not None:
+            holders = owners.get(id(parameter))
+            reason = _why_not_pair(parameter, holders) if holders else "no longer in the model"
+            if reason is not None:
+                entry = replace(entry, path="dense", reason=f"{reason}, before: {entry.reason}")
+        entries.append(entry)
+    return entries
 
 
 def _why_nothing(report: list[PathEntry]) -> str:

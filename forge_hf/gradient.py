@@ -33,11 +33,15 @@ __all__ = ["FactoredGradient", "Lookup", "Segment", "compact", "norms_sq", "scal
 
 
 class Segment(NamedTuple):
-    """One pair, with the versions its tensors had, so that a later write into them is noticed."""
+    """One pair, with the versions its tensors had, so that a later write into them is noticed.
+
+    `exchanged`: of a layer with the weight (in, out), so the layer's input is on the left, in `dy_TN`.
+    """
 
     dy_TN: Tensor
     x_TK: Tensor
     versions: tuple[int, int]
+    exchanged: bool = False
 
 
 class Lookup(NamedTuple):
@@ -127,6 +131,7 @@ class FactoredGradient:
         x_TK: Tensor,
         bounded: bool = True,
         keep_input: Callable[[Tensor], Tensor] = compact,
+        exchanged: bool = False,
     ) -> None:
         """Add dY^T X.
 
@@ -135,7 +140,8 @@ class FactoredGradient:
             x_TK: (T, K), its input, same dtype.
             bounded: Sum into a dense buffer when the pairs would need more memory than it. False for a pair
                 that is consumed at once.
-            keep_input: Returns the form in which `x_TK` is held beyond this call: itself, or a copy.
+            keep_input: Returns the form in which the layer's input is held beyond this call: it or a copy.
+            exchanged: `dy_TN` is the layer's input and `x_TK` the gradient of its output.
         """
         self._fold_coefficient()
         self._norm_sq = None
@@ -147,8 +153,9 @@ class FactoredGradient:
             if self._exceeds_dense(self.looked_up, dy_TN, x_TK):
                 accumulate_dense_(self._densify(), dy_TN, x_TK)
                 return
-            dy_TN, x_TK = compact(dy_TN), keep_input(x_TK)
-        self.segments.append(Segment(dy_TN, x_TK, (_version(dy_TN), _version(x_TK))))
+            keep_left, keep_right = (keep_input, compact) if exchanged else (compact, keep_input)
+            dy_TN, x_TK = keep_left(dy_TN), keep_right(x_TK)
+        self.segments.append(Segment(dy_TN, x_TK, (_version(dy_TN), _version(x_TK)), exchanged))
 
     def add_lookup(self, ids_T: Tensor, dy_TK: Tensor) -> None:
         """Add dY_t to row ids_t for every token t.
@@ -182,8 +189,8 @@ class FactoredGradient:
         if other.coefficient is not None or other.buffer is not None:
             self.add_dense(other.dense())
             return
-        for dy_TN, x_TK in other.pairs():
-            self.add_pair(dy_TN, x_TK)
+        for (dy_TN, x_TK), segment in zip(other.pairs(), other.segments, strict=True):
+            self.add_pair(dy_TN, x_TK, exchanged=segment.exchanged)
         for ids_T, dy_TK in other.lookups():
             self.add_lookup(ids_T, dy_TK)
 
@@ -203,12 +210,25 @@ class FactoredGradient:
             ForgeRefusal: a held tensor was written to since it was handed over.
         """
         pairs = []
-        for dy_TN, x_TK, (dy_version, x_version) in self.segments:
+        for dy_TN, x_TK, (dy_version, x_version), exchanged in self.segments:
             if _version(dy_TN) != dy_version:
-                raise refuse("pair_modified", what="output gradient", param=self.name)
+                what = "input" if exchanged else "output gradient"
+                raise refuse("pair_modified", what=what, param=self.name)
             if _version(x_TK) != x_version:
-                raise refuse("pair_modified", what="input", param=self.name)
+                what = "output gradient" if exchanged else "input"
+                raise refuse("pair_modified", what=what, param=self.name)
             pairs.append((dy_TN, x_TK))
+        return pairs
+
+    def pairs_to_measure(self) -> list[tuple[Tensor, Tensor]]:
+        """The held pairs, or those of the transposed gradient, which has the same norm.
+
+        Inputs are what nearly repeats from token to token, so the Gram form centres the right side only, and
+        inputs should be there (measured with inputs on the left: 4.0 times the norm). Raises as `pairs`.
+        """
+        pairs = self.pairs()
+        if pairs and not self.looked_up and all(segment.exchanged for segment in self.segments):
+            return [(right, left) for left, right in pairs]
         return pairs
 
     def lookups(self) -> list[tuple[Tensor, Tensor]]:
@@ -235,7 +255,9 @@ class FactoredGradient:
             if self.buffer is not None:
                 self._norm_sq = torch.linalg.vector_norm(self.buffer, dtype=torch.float32).square()
             elif self.holds_factors:
-                self._norm_sq = backend_for(self._weight).wgrad_norm_sq(self.pairs(), self.lookups())
+                self._norm_sq = backend_for(self._weight).wgrad_norm_sq(
+                    self.pairs_to_measure(), self.lookups()
+                )
             else:
                 self._norm_sq = torch.zeros((), dtype=torch.float32, device=self.device)
         return self._norm_sq[self._place] if self._norm_sq.ndim else self._norm_sq
@@ -331,7 +353,7 @@ def _measure(gradients: Iterable[FactoredGradient]) -> None:
         norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
         _place(members, torch.stack(norms).square())
     for (_, backend), members in pairs.items():
-        _place(members, backend.wgrad_norms_sq([gradient.pairs()[0] for gradient in members]))
+        _place(members, backend.wgrad_norms_sq([gradient.pairs_to_measure()[0] for gradient in members]))
     for members in others.values():
         _place(members, torch.stack([gradient.unscaled_norm_sq() for gradient in members]))
 

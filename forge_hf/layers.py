@@ -85,6 +85,9 @@ class Receiver(Protocol):
     def receive_elsewhere(self) -> None:
         """An expected use gave its gradient to autograd instead, or has none."""
 
+    def hand_over(self) -> None:
+        """Put what is held into `.grad`, where a hook will look for the whole gradient."""
+
 
 def in_backward() -> bool:
     """Whether this thread runs inside autograd's backward, as a checkpoint's recomputation does."""
@@ -196,6 +199,7 @@ def deliver(
     ):
         if wanted_by == "grad":
             receiver.receive_elsewhere()
+            _hand_over_to_hooks(receiver)
         return build()
     give()
     return None
@@ -209,8 +213,13 @@ class Swapped(nn.Module):
     def _open_forward(self) -> Receiver | None:
         """Count this use of the weight; returns the receiver where the layer must run its own function."""
         receiver: Receiver | None = self.__dict__.get(_RECEIVER)
+        if receiver is None:
+            return None
         # Another tensor, or None, where something replaced the weight.
-        if receiver is None or not _pair_path_is_exact(receiver, self._parameters.get("weight")):
+        weight = self._parameters.get("weight")
+        if not _pair_path_is_exact(receiver, weight):
+            if not torch.compiler.is_compiling() and weight is receiver.parameter:
+                _hand_over_to_hooks(receiver)
             return None
         receiver.open_forward()
         if not torch.is_grad_enabled():
@@ -253,6 +262,12 @@ class ForgeLinear(SwappedLinear, nn.Linear):
 def _is_plain(weight: Tensor) -> bool:
     """Whether only the optimizer looks at the gradient; hooks may come after forward, too."""
     return weight.requires_grad and not weight._backward_hooks and not weight._post_accumulate_grad_hooks
+
+
+def _hand_over_to_hooks(receiver: Receiver) -> None:
+    # They see the sum of all micro-batches, of which some may be held since before the hook was registered.
+    if receiver.parameter._post_accumulate_grad_hooks:
+        receiver.hand_over()
 
 
 def _pair_path_is_exact(receiver: Receiver, weight: Tensor | None) -> bool:

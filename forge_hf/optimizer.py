@@ -246,11 +246,7 @@ class ForgeOptimizer(Optimizer):
         self.tape.require_usable()
         if slot.stale or slot.updated:
             raise refuse("grad_is_gone", param=slot.name)
-        if slot.gradient is None:
-            return parameter.grad
-        with torch.no_grad():
-            grad = slot.gradient.dense()
-            return grad if parameter.grad is None else grad.add_(parameter.grad)
+        return slot.dense()
 
     @property
     def skipped_steps(self) -> int:
@@ -314,8 +310,9 @@ class ForgeOptimizer(Optimizer):
         self.zero_grad()
 
     def report(self) -> list[PathEntry]:
-        """Path of every parameter of the attached model, and why."""
-        return list(self._report)
+        """Path of every parameter of the attached model, and why; hooks that came later are seen."""
+        model = self._model()
+        return list(self._report) if model is None else _attach.revised(model, self._report, self._slots)
 
     def explain(self) -> str:
         """The report in a few lines, parameters with the same path and reason together."""
@@ -389,7 +386,7 @@ class ForgeOptimizer(Optimizer):
         if not (isinstance(update, Prepared) and waits_for_company(update)):
             (slot.norm_sq,) = self._run([update], want_norm_sq=True)
             return
-        ((dy_TN, x_TK, _),) = gradient.segments
+        ((dy_TN, x_TK, *_),) = gradient.segments
         self.tape.note_held(dy_TN)
         self._waiting.append((slot, gradient, update))
         # Of their storages, which they may be views of.

@@ -72,10 +72,11 @@ class ProjectedGradient(FactoredGradient):
         x_TK: Tensor,
         bounded: bool = True,
         keep_input: Callable[[Tensor], Tensor] = compact,
+        exchanged: bool = False,
     ) -> None:
         """Add dY^T X, to the projection where there is one; see `FactoredGradient.add_pair`."""
         if self.low_rank is None:
-            super().add_pair(dy_TN, x_TK, bounded, keep_input)
+            super().add_pair(dy_TN, x_TK, bounded, keep_input, exchanged)
         else:
             self._add(lambda part: part.add_pair(dy_TN, x_TK, bounded=False))
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from .config import refuse
@@ -114,14 +115,11 @@ class WeightSlot:
         After a step the pair is dropped: its sum with the gradient that the step used up is lost, and only
         matters if somebody asks for it before `zero_grad()` (a GAN's other network does not).
         """
+        left, right = (x_TK, dy_TN) if exchanged else (dy_TN, x_TK)
+        keep = {"keep_input": self.tape.own_copy} if borrowed else {}
 
         def add(gradient: FactoredGradient, last: bool) -> None:
-            if exchanged:
-                own = self.tape.own_copy(x_TK) if borrowed and not last else x_TK
-                gradient.add_pair(own, dy_TN, bounded=not last)
-            else:
-                keep = {"keep_input": self.tape.own_copy} if borrowed else {}
-                gradient.add_pair(dy_TN, x_TK, bounded=not last, **keep)
+            gradient.add_pair(left, right, bounded=not last, exchanged=exchanged, **keep)
 
         self._receive(dy_TN, add)
 
@@ -176,6 +174,23 @@ class WeightSlot:
             gradient.add_dense(dense)
         return gradient
 
+    def dense(self) -> Tensor | None:
+        """The gradient as `.grad` would hold it, in a new tensor where something is held; nothing is used up.
+
+        Raises:
+            ForgeRefusal: a held tensor was written to, or only a projection is left.
+        """
+        if self.gradient is None:
+            return self.parameter.grad
+        with torch.no_grad():
+            grad = self.gradient.dense()
+            return grad if self.parameter.grad is None else grad.add_(self.parameter.grad)
+
+    def hand_over(self) -> None:
+        """Put what is held into `.grad`, for hooks that look there; raises as `dense`."""
+        self.parameter.grad = self.dense()
+        self.gradient = None
+
     def merge_dense(self) -> None:
         """Move a gradient that autograd put into `.grad` beside held pairs into them."""
         if self.gradient is not None and self.parameter.grad is not None:
@@ -200,6 +215,9 @@ class WeightSlot:
         self.norm_sq = None
         self.updated = False
         self._expected = 0
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a layer has no optimizer, on every way to make one (torch's parametrized classes')."""
 
     def revoke(self, taken_over: bool) -> None:
         """Stop receiving; `taken_over` means that another optimizer owns the weight now."""

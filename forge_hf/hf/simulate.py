@@ -116,10 +116,13 @@ class Held:
     def receive_elsewhere(self) -> None:
         """Autograd has the gradient."""
 
+    def hand_over(self) -> None:
+        """A hook looks at the gradient."""
+
     def receive(self, dy_TN: Tensor, x_TK: Tensor, borrowed: bool, exchanged: bool) -> None:
         """Keep a pair as the optimizer would: itself, or summed into a dense buffer beyond the bound."""
         if self.mode != "backward":
-            self.gradient.add_pair(*((x_TK, dy_TN) if exchanged else (dy_TN, x_TK)))
+            self.gradient.add_pair(*((x_TK, dy_TN) if exchanged else (dy_TN, x_TK)), exchanged=exchanged)
             self._reduce()
 
     def receive_lookup(self, ids_T: Tensor, dy_TK: Tensor) -> None:
