@@ -1,4 +1,4 @@
-"""Hooks and parametrizations that come while a model trains: the weight moves to ordinary gradients, in time."""
+"""Hooks and parametrizations that come while a model trains move a weight to ordinary gradients, in time."""
 
 from __future__ import annotations
 
