@@ -12,7 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import lr_scheduler as schedulers
 
 import forge_hf
@@ -22,6 +26,7 @@ from tests.tolerances import WAY_FP32_SMALL
 
 SETTINGS: dict[str, Any] = {"lr": 5e-3, "weight_decay": 0.1}
 STEPS = 12
+MODES = ["step", "backward"]
 
 
 def flat(model: nn.Module) -> torch.Tensor:
@@ -59,13 +64,14 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedulers(name):
+def test_schedulers(name, mode):
     start = build()
     ends, rates = [], []
     for make in (torch.optim.AdamW, ForgeAdamW):
         model = copy.deepcopy(start)
-        extra = {"attach_to": model} if make is ForgeAdamW else {}
+        extra = {"attach_to": model, "update": mode} if make is ForgeAdamW else {}
         optimizer = make(groups_of(model), **SETTINGS, **extra)
         schedule, seen = SCHEDULES[name](optimizer), []
 
@@ -80,12 +86,14 @@ def test_schedulers(name):
     assert (ends[1] - ends[0]).norm() / (ends[0] - flat(start)).norm() < WAY_FP32_SMALL
 
 
-def test_reduce_on_plateau():
+@pytest.mark.parametrize("mode", MODES)
+def test_reduce_on_plateau(mode):
     start = build()
     ends = []
     for make in (torch.optim.AdamW, ForgeAdamW):
         model = copy.deepcopy(start)
-        optimizer = make(model if make is ForgeAdamW else model.parameters(), **SETTINGS)
+        extra = {"attach_to": model, "update": mode} if make is ForgeAdamW else {}
+        optimizer = make(list(model.parameters()), **SETTINGS, **extra)
         schedule = schedulers.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         train(model, optimizer, range(STEPS), lambda loss, step, s=schedule: s.step(1.0 + step % 2))
         ends.append((flat(model), optimizer.param_groups[0]["lr"]))
@@ -93,18 +101,27 @@ def test_reduce_on_plateau():
     assert (ends[1][0] - ends[0][0]).norm() / (ends[0][0] - flat(start)).norm() < WAY_FP32_SMALL
 
 
-def test_groups_with_names_and_a_group_that_comes_later():
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_with_names_and_a_group_that_comes_later(mode):
+    """Between two steps, or while a gradient is pending."""
     start = build()
     ends = []
     for make in (torch.optim.AdamW, ForgeAdamW):
         model = copy.deepcopy(start)
-        extra = {"attach_to": model} if make is ForgeAdamW else {}
+        extra = {"attach_to": model, "update": mode} if make is ForgeAdamW else {}
         first, second = groups_of(model, names=True)
         names = [name for name, _ in first["params"]]
+        last = {**first, "params": [first["params"].pop()], "lr": 2e-3}
         optimizer = make([first], **SETTINGS, **extra)
         train(model, optimizer, range(4))
+        model.zero_grad()  # of those that nobody steps yet, as in any loop
         optimizer.add_param_group(second)
-        train(model, optimizer, range(4, STEPS))
+        loss_of(model, 4).backward()
+        optimizer.add_param_group(last)  # torch finds its gradient in `.grad`, and so do we
+        optimizer.step()
+        model.zero_grad()
+        train(model, optimizer, range(5, STEPS))
+        names = names[:-1]
         assert optimizer.param_groups[0]["param_names"] == names
         ends.append(flat(model))
     assert (ends[1] - ends[0]).norm() / (ends[0] - flat(start)).norm() < WAY_FP32_SMALL
@@ -152,7 +169,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("api", ["plain", "state_dict"])
+@pytest.mark.parametrize("api", ["plain", "state_dict", "flattened"])
 def test_distributed_checkpoint_round_trip(tmp_path, kind, api):
     """One process of torch.distributed.checkpoint: formats come back bit for bit, and train on alike."""
     model = build(TiedEmbedding)
@@ -169,10 +186,14 @@ def test_distributed_checkpoint_round_trip(tmp_path, kind, api):
         dcp.load(into, checkpoint_id=tmp_path, no_dist=True)
         other.load_state_dict(into["optimizer"])
     else:
-        dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=tmp_path, no_dist=True)
-        into = get_optimizer_state_dict(again, other)
+        options = StateDictOptions(flatten_optimizer_state_dict=api == "flattened")
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+        start = flat(again)
+        into = get_optimizer_state_dict(again, other, options=options)
+        assert torch.equal(start, flat(again))  # torch makes states that are missing by a step at rate 0
         dcp.load(into, checkpoint_id=tmp_path, no_dist=True)
-        set_optimizer_state_dict(again, other, into)
+        set_optimizer_state_dict(again, other, into, options=options)
     again.load_state_dict(weights)
     assert same(other.state_dict()["state"], saved["state"])
     train(model, optimizer, range(5, 9))
