@@ -162,7 +162,8 @@ REFUSALS: dict[str, str] = {
     ),
     "projected_dense": (
         "Only the projection of the gradient of '{param}' is left, so it cannot be given as a matrix. "
-        "Fix: take the weight out of the target modules."
+        "Fix: take the weight out of the target modules; hooks can be registered before a step's first "
+        "backward."
     ),
     "projected_rank": (
         "'{param}' has {dim} dimensions, so it cannot be projected. Fix: give it to a param group without "
