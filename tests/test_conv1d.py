@@ -53,7 +53,7 @@ def test_layer(shape, autocast):
     for module in (layer, swapped):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            y = module(1.0 * x)
+            y = module(x=1.0 * x)
         y.float().square().sum().backward()
         results.append((y, x.grad, module.bias.grad))
     for ours, theirs in zip(results[1], results[0], strict=True):

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
 import forge_hf
 from forge_hf import ForgeAdamW
 from tests.test_trainer_exact import MODES, assert_same
+from tests.tolerances import GRAD_NORM
 from tests.trainer_runs import train
 
 
@@ -91,6 +92,40 @@ def test_what_is_pushed_is_stock(tmp_path, monkeypatch):
     assert [file.name for file in ours] == [file.name for file in theirs]
     assert {"config.json", "model.safetensors"} <= {file.name for file in ours}
     assert [file.read_bytes() for file in ours] == [file.read_bytes() for file in theirs]
+
+
+class HooksInTheMiddle(TrainerCallback):
+    """Registers post-accumulate hooks between two micro-batches of the third step."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def halve(self, parameter):
+        self.norms.append(float(parameter.grad.norm()))
+        parameter.grad.mul_(0.5)
+
+    def on_substep_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 2 and not self.norms:
+            for name in ("transformer.h.0.mlp.c_fc.weight", "transformer.wte.weight"):
+                model.get_parameter(name).register_post_accumulate_grad_hook(self.halve)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_that_a_callback_registers(tmp_path, mode):
+    """Of a Conv1D and of the tied table, which hold a micro-batch's factors by then."""
+    runs, norms = [], []
+    for optim in ("adamw_torch", "forge_adamw"):
+        callback = HooksInTheMiddle()
+        options = {
+            "trainer_options": {"callbacks": [callback]},
+            "gradient_accumulation_steps": 2,
+            "max_steps": 5,
+        }
+        runs.append(train(tmp_path / optim, "llama", optim, model=tiny_gpt2(), **options, **MODES[mode]))
+        norms.append(callback.norms)
+    assert len(norms[0]) == 2 * 5
+    assert norms[1] == pytest.approx(norms[0], rel=GRAD_NORM)
+    assert_same(runs[1], runs[0])
 
 
 def test_lora_on_conv1d(tmp_path):

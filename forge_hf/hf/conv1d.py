@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from ..layers import SwappedLinear, register_swap
 
 __all__ = ["connect_conv1d"]
@@ -22,5 +24,9 @@ def connect_conv1d(module: Any) -> None:
         """Conv1D whose weight gradient goes to a receiver as the pair (X, dY)."""
 
         exchanged = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Y = X W + b; the stock layer's argument has another name than nn.Linear's."""
+            return super().forward(x)
 
     register_swap(stock, ForgeConv1D)
